@@ -1,11 +1,14 @@
-"""Take normality normalization apart, as figures 7 to 9 and table 3 of Eftekhari & Papyan do, on a small network.
+"""Take normality normalization apart, as figures 7 to 9 and table 3 of Eftekhari & Papyan do, on a
+small network.
 
-    python benchmarks/ablations.py --jobs 2 --threads 1                                      scikit-learn's digits
-    python benchmarks/ablations.py --jobs 2 --threads 1 --train train.tar --test test.tar    pictures, e.g. CIFAR-10
+    python benchmarks/ablations.py --jobs 2 --threads 1
+    scikit-learn's digits python benchmarks/ablations.py --jobs 2 --threads 1 --train train.tar
+    --test test.tar    pictures, e.g. CIFAR-10
 
-Every network is trained from scratch, its converted layers at full strength from the first step, without augmentation.
-A seed decides the first weights, the order of the images and the noise; all networks start from it alike. Each finished
-run is a line of the JSONL file beside the table: started again, the script goes on with what is missing.
+Every network is trained from scratch, its converted layers at full strength from the first step,
+without augmentation. A seed decides the first weights, the order of the images and the noise; all
+networks start from it alike. Each finished run is a line of the JSONL file beside the table:
+started again, the script goes on with what is missing.
 
 train and test are tars with one folder a class; their pictures are averaged down to --side pixels.
 """
@@ -41,7 +44,10 @@ RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "BNN, unscaled noise": ("bnn", {"noise_kind": "unscaled", **NOISY}),
     "BNN, Gaussian dropout": ("bnn", {"noise_kind": "gaussian-dropout", **NOISY}),
     "noise alone": ("bnn", {"alpha": 0.0, **NOISY}),
-    **{f"alpha {alpha:g}, no noise": ("bnn", {"alpha": alpha, **QUIET}) for alpha in (0.25, 0.5, 0.75)},
+    **{
+        f"alpha {alpha:g}, no noise": ("bnn", {"alpha": alpha, **QUIET})
+        for alpha in (0.25, 0.5, 0.75)
+    },
     **{f"noise {noise:g}": ("bnn", {"noise": noise}) for noise in (0.1, 0.2, 0.6, 0.8)},
     "DBN": ("dbn", {}),
     "DBN, noise alone": ("dbnn", {"alpha": 0.0, **NOISY}),
@@ -56,7 +62,13 @@ COMPARISONS = {
         "has scaled noise (BNN) above unscaled noise and above Gaussian dropout",
     ),
     "NN figure 8, degree of gaussianization": (
-        ["BN", "alpha 0.25, no noise", "alpha 0.5, no noise", "alpha 0.75, no noise", "BNN, no noise"],
+        [
+            "BN",
+            "alpha 0.25, no noise",
+            "alpha 0.5, no noise",
+            "alpha 0.75, no noise",
+            "BNN, no noise",
+        ],
         "finds accuracy rising with alpha; BN is alpha 0, BNN without noise alpha 1",
     ),
     "NN figure 9, transform and noise": (
@@ -93,7 +105,9 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(made)
         self.past: nn.Module = nn.Identity()
         if stride > 1:
-            self.past = nn.Sequential(nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made))
+            self.past = nn.Sequential(
+                nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W)."""
@@ -109,11 +123,15 @@ def network(channels: int, width: int, blocks: int, classes: int) -> nn.Module:
             first = block == 0 and stage > 0
             stages.append(Block(width << (stage - first), width << stage, 1 + first))
     stem = nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-    return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 4, classes))
+    return nn.Sequential(
+        *stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 4, classes)
+    )
 
 
 @cache
-def data(train: str | None, test: str | None, each: int, side: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def data(
+    train: str | None, test: str | None, each: int, side: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return images, standardized by channel, and labels, to train on and to test on."""
     parts: list[Tensor] = []
     for archive, split in ((train, "train"), (test, "validation")):
@@ -138,7 +156,9 @@ def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
     """Train once and return the run's line."""
     torch.set_num_threads(args.threads)
     device, began = torch.device(args.device), time.monotonic()
-    images, labels, unseen, answers = (part.to(device) for part in data(args.train, args.test, args.each, args.side))
+    images, labels, unseen, answers = (
+        part.to(device) for part in data(args.train, args.test, args.each, args.side)
+    )
     torch.manual_seed(seed)
     net = network(images.shape[1], args.width, args.blocks, int(labels.max()) + 1).to(device)
     to, options = RUNS[name]
@@ -147,12 +167,18 @@ def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
         retrofit.set_strength(net, 1.0)
     torch.manual_seed(seed)
     steps = len(images) // args.batch_size
-    optimizer = torch.optim.SGD(net.parameters(), args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps * args.epochs, pct_start=0.2)
+    optimizer = torch.optim.SGD(
+        net.parameters(), args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps=steps * args.epochs, pct_start=0.2
+    )
     loss = torch.zeros(())
     for _ in range(args.epochs):
         net.train()
-        for batch in torch.randperm(len(images))[: steps * args.batch_size].view(steps, -1).to(device):
+        for batch in (
+            torch.randperm(len(images))[: steps * args.batch_size].view(steps, -1).to(device)
+        ):
             loss = functional.cross_entropy(net(images[batch]), labels[batch])
             optimizer.zero_grad()
             loss.backward()
@@ -161,16 +187,24 @@ def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
     net.eval()
     with torch.no_grad():
         right = sum(
-            int((net(x).argmax(1) == y).sum()) for x, y in zip(unseen.split(500), answers.split(500), strict=True)
+            int((net(x).argmax(1) == y).sum())
+            for x, y in zip(unseen.split(500), answers.split(500), strict=True)
         )
     line = {"run": name, "seed": seed, **conditions(args), "loss": round(loss.item(), 4)}
-    return {**line, "top1": 100 * right / len(answers), "seconds": round(time.monotonic() - began, 1)}
+    return {
+        **line,
+        "top1": 100 * right / len(answers),
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Return what must be alike for runs to be compared."""
     same = ("width", "blocks", "side", "each", "epochs", "batch_size", "lr")
-    return {"data": Path(args.train).name if args.train else "digits", **{name: getattr(args, name) for name in same}}
+    return {
+        "data": Path(args.train).name if args.train else "digits",
+        **{name: getattr(args, name) for name in same},
+    }
 
 
 def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -204,13 +238,17 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", metavar="TAR")
     parser.add_argument("--test", metavar="TAR")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS), metavar="RUN")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--each", type=int, default=300, help="images of each class to train on")
-    parser.add_argument("--side", type=int, help="of the images in pixels (pictures: 12, digits: 8)")
+    parser.add_argument(
+        "--side", type=int, help="of the images in pixels (pictures: 12, digits: 8)"
+    )
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=1, help="of each stage")
     parser.add_argument("--epochs", type=int, default=10)

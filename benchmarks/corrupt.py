@@ -2,14 +2,16 @@
 # requires-python = ">=3.11"
 # dependencies = ["imagecorruptions-imaug==1.1.5"]
 # ///
-"""Test pictures under the fifteen corruptions of Hendrycks and Dietterich (2019), made by imagecorruptions.
+"""Test pictures under the fifteen corruptions of Hendrycks and Dietterich (2019), made by
+imagecorruptions.
 
     uv run --script benchmarks/corrupt.py test.tar corrupted.npz
 
-The library brings OpenCV and numba, so uv gives the script an environment of its own. (imagecorruptions-imaug is the
-fork that runs with today's numpy.) The first --images pictures of each class (one folder of the tar each) are enlarged
-to --size by bicubic interpolation, as the networks see them, and corrupted at each of --severities. The file holds
-`labels`, (N,), and for "clean" and each "<corruption> <severity>" the pictures as (N, size, size, 3) of uint8.
+The library brings OpenCV and numba, so uv gives the script an environment of its own.
+(imagecorruptions-imaug is the fork that runs with today's numpy.) The first --images pictures of
+each class (one folder of the tar each) are enlarged to --size by bicubic interpolation, as the
+networks see them, and corrupted at each of --severities. The file holds `labels`, (N,), and for
+"clean" and each "<corruption> <severity>" the pictures as (N, size, size, 3) of uint8.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from PIL import Image
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("test", metavar="TAR")
     parser.add_argument("out", metavar="NPZ")
     parser.add_argument("--images", type=int, default=20, help="pictures of each class")
@@ -38,11 +42,15 @@ def main() -> None:
         chosen = [
             (one, label)
             for label, folder in enumerate(folders)
-            for one in [one for one in files if PurePosixPath(one.name).parent.name == folder][: args.images]
+            for one in [one for one in files if PurePosixPath(one.name).parent.name == folder][
+                : args.images
+            ]
         ]
         pictures = [
             np.asarray(
-                Image.open(BytesIO(tar.extractfile(one).read())).convert("RGB").resize((args.size,) * 2, Image.BICUBIC)
+                Image.open(BytesIO(tar.extractfile(one).read()))
+                .convert("RGB")
+                .resize((args.size,) * 2, Image.BICUBIC)
             )
             for one, _ in chosen
         ]
@@ -51,7 +59,10 @@ def main() -> None:
         for severity in args.severities:
             np.random.seed(0)  # the library draws from it
             made[f"{name} {severity}"] = np.stack(
-                [np.uint8(corrupt(one, severity=severity, corruption_name=name)) for one in pictures]
+                [
+                    np.uint8(corrupt(one, severity=severity, corruption_name=name))
+                    for one in pictures
+                ]
             )
     np.savez(args.out, labels=np.array([label for _, label in chosen]), **made)
 

@@ -1,12 +1,14 @@
-"""What converted networks cost once they are exported: every target, float32 and INT8, in both runtimes.
+"""What converted networks cost once they are exported: every target, float32 and INT8, in both
+runtimes.
 
     pip install openvino
     python benchmarks/deploy_latency.py --checkpoint efficientnet-lite0.pth --images photos.tar
 
-Ratios are to the source network, folded, in the same runtime and precision and the same turn. Latency depends on the
-graph, not on the weights: networks have random weights, but for tf_efficientnet_lite0 with a --checkpoint, whose INT8
-files are then compared with its own float32 on the half of --images that no range was taken from. Normality layers have
-lambdas drawn from [0.4, 1.6]; the migrated and the lnn network stand at t = 1; "baked" is ln at t = 1, baked whole.
+Ratios are to the source network, folded, in the same runtime and precision and the same turn.
+Latency depends on the graph, not on the weights: networks have random weights, but for
+tf_efficientnet_lite0 with a --checkpoint, whose INT8 files are then compared with its own float32
+on the half of --images that no range was taken from. Normality layers have lambdas drawn from [0.4,
+1.6]; the migrated and the lnn network stand at t = 1; "baked" is ln at t = 1, baked whole.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ def write(name: str, folder: Path, args: argparse.Namespace) -> list[File]:
                     force=True,
                     **export,
                 )
-                facts.write_text(json.dumps({"agreement": report.parity.top1_agreement, "bytes": report.bytes}))
+                facts.write_text(
+                    json.dumps({"agreement": report.parity.top1_agreement, "bytes": report.bytes})
+                )
                 print(stem, facts.read_text(), flush=True)
             found.append(File(label, precision, path, **json.loads(facts.read_text())))
     return sorted(found, key=lambda file: file.label == "source")
@@ -132,35 +136,55 @@ def trained(name: str, args: argparse.Namespace) -> bool:
 
 
 def latencies(files: list[File], args: argparse.Namespace) -> dict[str, list[str]]:
-    """Measure the files of a network in turns; return a cell for each runtime and precision, by variant."""
+    """Measure the files of a network in turns; return a cell for each runtime and precision, by
+    variant.
+    """
     cells: dict[str, list[str]] = {file.label: [] for file in files}
     for runtime in args.runtimes:
         for precision in args.precisions:
             paths = {file.label: file.path for file in files if file.precision == precision}
-            for cost in measure_files(paths, runtime, batch_size=BATCH, rounds=args.rounds, threads=THREADS):
+            for cost in measure_files(
+                paths, runtime, batch_size=BATCH, rounds=args.rounds, threads=THREADS
+            ):
                 ratio = cost.time_ratio
                 if ratio is None:
                     cells[cost.file].append(f"1 ({1e3 * cost.seconds.median:.0f} ms)")
                 else:
-                    cells[cost.file].append(f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})")
+                    cells[cost.file].append(
+                        f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+                    )
     return cells
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[TRAINED, "resnet50", "vit_tiny_patch16_224"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=[TRAINED, "resnet50", "vit_tiny_patch16_224"]
+    )
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--precisions", nargs="+", default=["float32", "int8"])
     parser.add_argument("--checkpoint", type=Path, help=f"trained weights of {TRAINED}")
     parser.add_argument("--images", help="folder or .tar, for --checkpoint")
-    parser.add_argument("--number", type=int, default=64, help="of images at most, half of them to fit on")
+    parser.add_argument(
+        "--number", type=int, default=64, help="of images at most, half of them to fit on"
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--folder", type=Path, help="keep the files here, and use those that are there")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "deploy_latency.md")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the files here, and use those that are there"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "deploy_latency.md"
+    )
     args = parser.parse_args()
     if args.checkpoint and not args.images:
         parser.error("--checkpoint needs --images")
-    head = [f"{RUNTIMES[runtime]} {precision}" for runtime in args.runtimes for precision in args.precisions]
+    head = [
+        f"{RUNTIMES[runtime]} {precision}"
+        for runtime in args.runtimes
+        for precision in args.precisions
+    ]
     lines = [
         f"{machine()}, {THREADS} threads, batches of {BATCH}; time over the source's in the same column "
         f"(medians of {args.rounds} turns, quartiles in brackets). Agreement: of the INT8 file with the network, "

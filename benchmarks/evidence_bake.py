@@ -1,10 +1,12 @@
 """What baking without training keeps of the evidence's networks, by its tolerance.
 
-    python benchmarks/evidence_bake.py --checkpoint efficientnet-lite0.pth --keep DIR --train train.tar --test test.tar
+    python benchmarks/evidence_bake.py --checkpoint efficientnet-lite0.pth --keep DIR --train
+    train.tar --test test.tar
 
-DIR holds the weights that `evidence.py --keep DIR` left. Each arm's network of each seed is baked at each tolerance, on
-pictures that no network trained on and without their labels, and compared with itself before on all test pictures. The
-lines go to evidence_bake.jsonl, the table to evidence_bake.md.
+DIR holds the weights that `evidence.py --keep DIR` left. Each arm's network of each seed is baked
+at each tolerance, on pictures that no network trained on and without their labels, and compared
+with itself before on all test pictures. The lines go to evidence_bake.jsonl, the table to
+evidence_bake.md.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def curve(model: nn.Module, images: Tensor, test: Tensor, labels: Tensor) -> dic
 
 def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
     """Return a row for each arm and tolerance, means over seeds."""
-    text = ["| network | tolerance | n | layers baked | change of the logits | of the worst 1% | same top-1 | loses |"]
+    text = [
+        "| network | tolerance | n | layers baked | change of the logits | of the worst 1% | same top-1 | loses |"
+    ]
     text.append("|---|---|---|---|---|---|---|---|")
     for name in arms:
         own = [line for line in lines if (line["arm"], line["batch"]) == (name, batch)]
@@ -78,21 +82,30 @@ def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
             stages = [line["stages"][place] for line in own]
             head = f"| {ARMS[name].label} | {tolerance if tolerance < 1 else 'none'} | {len(own)}"
             if not all(stage["layers"] for stage in stages):
-                text.append(f"{head} | none in {sum(not stage['layers'] for stage in stages)} of {len(own)} | | | | |")
+                text.append(
+                    f"{head} | none in {sum(not stage['layers'] for stage in stages)} of {len(own)} | | | | |"
+                )
                 continue
             layers = " / ".join(str(stage["layers"]) for stage in stages)
             change, worst, same = (
-                statistics.fmean(stage[key] for stage in stages) for key in ("error", "worst", "agreement")
+                statistics.fmean(stage[key] for stage in stages)
+                for key in ("error", "worst", "agreement")
             )
-            lost = [line["network"] - stage["top1"] for line, stage in zip(own, stages, strict=True)]
+            lost = [
+                line["network"] - stage["top1"] for line, stage in zip(own, stages, strict=True)
+            ]
             loss = f"{statistics.fmean(lost):.1f} ± {error(lost)}"
-            text.append(f"{head} | {layers} of {stages[0]['of']} | {change:.2f} | {worst:.2f} | {same:.1f}% | {loss} |")
+            text.append(
+                f"{head} | {layers} of {stages[0]['of']} | {change:.2f} | {worst:.2f} | {same:.1f}% | {loss} |"
+            )
     return text
 
 
 def main() -> None:
     options = parser(__doc__, ["ln", "ln-pn", "bnn-0.1"], "evidence_bake.jsonl")
-    options.add_argument("--images", type=int, default=250, help="pictures to bake on, half of them to judge on")
+    options.add_argument(
+        "--images", type=int, default=250, help="pictures to bake on, half of them to judge on"
+    )
     args = options.parse_args()
 
     @functools.cache

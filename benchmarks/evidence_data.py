@@ -1,7 +1,9 @@
-"""The pictures of the evidence, CIFAR-10 from tars or scikit-learn's digits: to train on, to choose by and to test on.
+"""The pictures of the evidence, CIFAR-10 from tars or scikit-learn's digits: to train on, to choose
+by and to test on.
 
-A seed draws its own training pictures, the same number of each class, so that the spread over seeds holds the choice
-of pictures too. The validation pictures are the last of each class of the training tar: no seed trains on them.
+A seed draws its own training pictures, the same number of each class, so that the spread over seeds
+holds the choice of pictures too. The validation pictures are the last of each class of the training
+tar: no seed trains on them.
 """
 
 from __future__ import annotations
@@ -43,16 +45,22 @@ class Pictures:
 
 
 def cifar(train: str, test: str, val_each: int) -> Pictures:
-    """Read two tars with one folder a class; the last `val_each` of each class of `train` are for validation."""
+    """Read two tars with one folder a class; the last `val_each` of each class of `train` are for
+    validation.
+    """
     every = read_tar(train)
-    classes = [[one for one in every if one[1] == label] for label in range(1 + max(label for _, label in every))]
+    classes = [
+        [one for one in every if one[1] == label]
+        for label in range(1 + max(label for _, label in every))
+    ]
     pool = [one for pictures in classes for one in pictures[:-val_each]]
     val = [one for pictures in classes for one in pictures[-val_each:]]
     return Pictures(pool, val, read_tar(test), flip=True)
 
 
 def contrasts(pictures: Pictures) -> Pictures:
-    """Return pictures, each with a contrast (0.1 to 1, its logarithm uniform) and a brightness (0.5 to 1) of its own.
+    """Return pictures, each with a contrast (0.1 to 1, its logarithm uniform) and a brightness (0.5
+    to 1) of its own.
 
     So do pictures of one scene differ whose light and exposure nobody controls.
     """
@@ -61,28 +69,41 @@ def contrasts(pictures: Pictures) -> Pictures:
     def dimmed(part: Labelled) -> Labelled:
         factors = [(10 ** -generator.random(), 1 - generator.random() / 2) for _ in part]
         return [
-            (ImageEnhance.Brightness(ImageEnhance.Contrast(picture).enhance(contrast)).enhance(light), label)
+            (
+                ImageEnhance.Brightness(ImageEnhance.Contrast(picture).enhance(contrast)).enhance(
+                    light
+                ),
+                label,
+            )
             for (picture, label), (contrast, light) in zip(part, factors, strict=True)
         ]
 
-    return Pictures(dimmed(pictures.pool), dimmed(pictures.val), dimmed(pictures.test), pictures.flip)
+    return Pictures(
+        dimmed(pictures.pool), dimmed(pictures.val), dimmed(pictures.test), pictures.flip
+    )
 
 
 def digits() -> Pictures:
-    """Return scikit-learn's 1,797 grey digits of 8 x 8: 700 to draw from, 300 for validation, 797 for testing."""
+    """Return scikit-learn's 1,797 grey digits of 8 x 8: 700 to draw from, 300 for validation, 797
+    for testing.
+    """
     from sklearn.datasets import load_digits
 
     data = load_digits()
     grey = (data.images / 16 * 255).round().astype(np.uint8)
     order = np.random.default_rng(0).permutation(len(grey))
-    every = [(Image.fromarray(grey[place]).convert("RGB"), int(data.target[place])) for place in order]
+    every = [
+        (Image.fromarray(grey[place]).convert("RGB"), int(data.target[place])) for place in order
+    ]
     return Pictures(every[:700], every[700:1000], every[1000:], flip=False)
 
 
 def read_tar(archive: str) -> Labelled:
     """Decode all pictures of a tar; the classes are its folders in the order of their names."""
     with tarfile.open(archive) as tar:
-        members = sorted((one for one in tar.getmembers() if one.isfile()), key=lambda one: one.name)
+        members = sorted(
+            (one for one in tar.getmembers() if one.isfile()), key=lambda one: one.name
+        )
         folders = sorted({PurePosixPath(one.name).parent.name for one in members})
         return [
             (
@@ -106,12 +127,15 @@ def draw(pool: Labelled, count: int, seed: int) -> Labelled:
 
 def still(pictures: Labelled, size: int) -> tuple[Tensor, Tensor]:
     """Return pictures as they are evaluated, (N, 3, size, size), and their labels."""
-    transform = create_transform((3, size, size), crop_pct=1.0, interpolation="bicubic", mean=HALF, std=HALF)
+    transform = create_transform(
+        (3, size, size), crop_pct=1.0, interpolation="bicubic", mean=HALF, std=HALF
+    )
     return _stack(pictures, transform)
 
 
 class Epochs:
-    """Training pictures, augmented and ordered by (seed, epoch) alone: alike for every arm and batch size.
+    """Training pictures, augmented and ordered by (seed, epoch) alone: alike for every arm and
+    batch size.
 
     Args:
         pictures: To train on.
@@ -147,4 +171,6 @@ class Epochs:
 
 def _stack(pictures: Sequence[tuple[Image.Image, int]], transform: Any) -> tuple[Tensor, Tensor]:
     images = torch.stack([transform(picture) for picture, _ in pictures])
-    return images.contiguous(memory_format=torch.channels_last), torch.tensor([label for _, label in pictures])
+    return images.contiguous(memory_format=torch.channels_last), torch.tensor(
+        [label for _, label in pictures]
+    )

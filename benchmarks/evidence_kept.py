@@ -1,4 +1,5 @@
-"""The networks that `evidence.py --keep DIR` left: opened one after the other, to measure something else on them.
+"""The networks that `evidence.py --keep DIR` left: opened one after the other, to measure something
+else on them.
 
 The lines of what was measured go to a file; networks whose line is there are not measured again.
 """
@@ -22,7 +23,9 @@ RESULTS = Path(__file__).parent / "results"
 
 def parser(description: str | None, arms: Sequence[str], out: str) -> argparse.ArgumentParser:
     """Return the options that all such scripts have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--keep", type=Path, help="folder of trained weights; none: only the table")
     made.add_argument("--model", default="tf_efficientnet_lite0")
     made.add_argument("--checkpoint", help="of the source network")
@@ -35,14 +38,26 @@ def parser(description: str | None, arms: Sequence[str], out: str) -> argparse.A
     return made
 
 
-def measured(args: argparse.Namespace, measure: Callable[[nn.Module, Line], dict[str, Any]]) -> list[Line]:
-    """Measure each arm's network of each seed, at the arm's learning rate; return all lines of the file."""
+def measured(
+    args: argparse.Namespace, measure: Callable[[nn.Module, Line], dict[str, Any]]
+) -> list[Line]:
+    """Measure each arm's network of each seed, at the arm's learning rate; return all lines of the
+    file.
+    """
     torch.set_num_threads(1)
     every = [json.loads(line) for line in args.runs.read_text().splitlines()]
-    done: list[Line] = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    done: list[Line] = (
+        [json.loads(line) for line in args.out.read_text().splitlines()]
+        if args.out.exists()
+        else []
+    )
     wanted = {"data": "cifar10", "images": 500, "model": args.model}
-    setup = Setup([line for line in every if all(line[name] == value for name, value in wanted.items())])
-    runs = [line for batch in args.batch_sizes for name in args.arms for line in setup.of(name, batch)]
+    setup = Setup(
+        [line for line in every if all(line[name] == value for name, value in wanted.items())]
+    )
+    runs = [
+        line for batch in args.batch_sizes for name in args.arms for line in setup.of(name, batch)
+    ]
     for run in runs if args.keep else []:
         key: dict[str, Any] = {one: run[one] for one in (*SETUP, "arm", "batch", "lr", "seed")}
         weights = args.keep / f"{file_name(_in_order(run))}.pth"
@@ -51,7 +66,9 @@ def measured(args: argparse.Namespace, measure: Callable[[nn.Module, Line], dict
         if not weights.exists():
             print(f"missing: {weights}", flush=True)
             continue
-        model = convert(trained_network(run["model"], args.checkpoint, 10, run["seed"]), ARMS[run["arm"]])
+        model = convert(
+            trained_network(run["model"], args.checkpoint, 10, run["seed"]), ARMS[run["arm"]]
+        )
         model.load_state_dict(torch.load(weights, weights_only=True))
         found = measure(model.eval(), run)
         done.append({**key, **found})

@@ -1,11 +1,13 @@
-"""What the trained networks of the evidence do on corrupted pictures, each against its best baseline.
+"""What the trained networks of the evidence do on corrupted pictures, each against its best
+baseline.
 
     uv run --script benchmarks/corrupt.py test.tar corrupted.npz
-    python benchmarks/evidence_shift.py --checkpoint efficientnet-lite0.pth --keep DIR --corrupted corrupted.npz
+    python benchmarks/evidence_shift.py --checkpoint efficientnet-lite0.pth --keep DIR --corrupted
+    corrupted.npz
 
-DIR holds the weights that `evidence.py --keep DIR` left. Each arm's network of each seed, at the arm's learning rate,
-is measured on the pictures of the file: clean, and under the fifteen corruptions at each severity. The lines go to
-evidence_shift.jsonl, the table to evidence_shift.md.
+DIR holds the weights that `evidence.py --keep DIR` left. Each arm's network of each seed, at the
+arm's learning rate, is measured on the pictures of the file: clean, and under the fifteen
+corruptions at each severity. The lines go to evidence_shift.jsonl, the table to evidence_shift.md.
 """
 
 from __future__ import annotations
@@ -34,10 +36,13 @@ AGAINST = {
 
 
 def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
-    """Return top-1 of each arm under each corruption, and the calibration error, with the paired difference."""
+    """Return top-1 of each arm under each corruption, and the calibration error, with the paired
+    difference.
+    """
     names = [name for name in arms if any(line["arm"] == name for line in lines)]
     heads = [
-        ARMS[name].label + (f" (against {ARMS[AGAINST[name]].label})" if name in AGAINST else "") for name in names
+        ARMS[name].label + (f" (against {ARMS[AGAINST[name]].label})" if name in AGAINST else "")
+        for name in names
     ]
     text = [f"| batches of {batch} | {' | '.join(heads)} |", "|---|" + "---|" * len(names)]
     keys = list(lines[0]["top1"])
@@ -49,7 +54,9 @@ def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
     rows |= {f"mean, severity {one}": [f"{kind} {one}" for kind in kinds] for one in severities}
     rows |= {"mean of all": corrupted}
     wanted = [(what, part, "top1") for what, part in rows.items()]
-    wanted += [(f"calibration error, {what}", rows[what], "ece") for what in ("clean", "mean of all")]
+    wanted += [
+        (f"calibration error, {what}", rows[what], "ece") for what in ("clean", "mean of all")
+    ]
     for what, part, measured_as in wanted:
         cells = []
         for name in names:
@@ -69,7 +76,9 @@ def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
 
 
 def main() -> None:
-    options = parser(__doc__, list(dict.fromkeys([*AGAINST.values(), *AGAINST])), "evidence_shift.jsonl")
+    options = parser(
+        __doc__, list(dict.fromkeys([*AGAINST.values(), *AGAINST])), "evidence_shift.jsonl"
+    )
     options.add_argument("--corrupted", type=Path, metavar="NPZ", help="what corrupt.py made")
     args = options.parse_args()
 
@@ -85,11 +94,16 @@ def main() -> None:
 
     def corruptions(model: nn.Module, run: Line) -> dict[str, Any]:
         found = {name: measure(model, *given) for name, given in tensors(run["img_size"]).items()}
-        made = {part: {name: round(value[part], 2) for name, value in found.items()} for part in ("top1", "ece")}
+        made = {
+            part: {name: round(value[part], 2) for name, value in found.items()}
+            for part in ("top1", "ece")
+        }
         return {"images": len(tensors(run["img_size"])["clean"][1]), **made}
 
     lines = measured(args, corruptions)
-    seeds = sorted({len({line["seed"] for line in lines if line["arm"] == arm}) for arm in args.arms})
+    seeds = sorted(
+        {len({line["seed"] for line in lines if line["arm"] == arm}) for arm in args.arms}
+    )
     counts = {line["images"] for line in lines}
     text = [
         f"Top-1 in percent, mean over {' or '.join(map(str, seeds))} seeds, {max(counts):,} test pictures under each "

@@ -36,10 +36,15 @@ class Setup:
     def of(self, arm: str, batch: int) -> list[Line]:
         """Return an arm's runs at its learning rate, by seed.
 
-        It is the rate of the highest mean validation top-1, of those that the most seeds were trained at.
+        It is the rate of the highest mean validation top-1, of those that the most seeds were
+        trained at.
         """
         runs = self.by_rate(arm, batch).values()
-        return max(runs, key=lambda own: (_seeds(own), statistics.fmean(line["val"] for line in own)), default=[])
+        return max(
+            runs,
+            key=lambda own: (_seeds(own), statistics.fmean(line["val"] for line in own)),
+            default=[],
+        )
 
     def by_rate(self, arm: str, batch: int) -> dict[float, list[Line]]:
         """Return an arm's runs by learning rate, in the order of seeds."""
@@ -54,7 +59,11 @@ class Setup:
         known = [name for name in self.arms if not ARMS[name].ours and self.of(name, batch)]
         most = max((_seeds(self.of(name, batch)) for name in known), default=0)
         known = [name for name in known if _seeds(self.of(name, batch)) == most]
-        return max(known, key=lambda name: statistics.fmean(line["val"] for line in self.of(name, batch)), default="")
+        return max(
+            known,
+            key=lambda name: statistics.fmean(line["val"] for line in self.of(name, batch)),
+            default="",
+        )
 
     def difference(self, arm: str, against: str, batch: int) -> str:
         """Return the paired difference of test top-1 between two arms, with both standard errors."""
@@ -69,14 +78,22 @@ class Setup:
             cells = []
             for batch in self.batches:
                 own = self.of(name, batch)
-                cells += [spread(own), self.difference(name, self.baseline(batch), batch) if own else ""]
-            text.append(f"| {'**' * ARMS[name].ours}{ARMS[name].label}{'**' * ARMS[name].ours} | {' | '.join(cells)} |")
+                cells += [
+                    spread(own),
+                    self.difference(name, self.baseline(batch), batch) if own else "",
+                ]
+            text.append(
+                f"| {'**' * ARMS[name].ours}{ARMS[name].label}{'**' * ARMS[name].ours} | {' | '.join(cells)} |"
+            )
         return text
 
     def details(self, batch: int) -> list[str]:
         """Return what else was measured at a batch size."""
         measured = ("val", "test_loss", "ece", "cpu_seconds")
-        text = ["| network | lr | n | val | test loss | calibration error | s a run |", "|---|---|---|---|---|---|---|"]
+        text = [
+            "| network | lr | n | val | test loss | calibration error | s a run |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for name in self.arms:
             if own := self.of(name, batch):
                 mean = [statistics.fmean(line[key] for line in own) for key in measured]
@@ -87,18 +104,24 @@ class Setup:
     def rates(self, batch: int) -> list[str]:
         """Return validation and test top-1 of every seed at every learning rate that was tried."""
         rates = sorted({line["lr"] for line in self.lines if line["batch"] == batch})
-        text = ["| network | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "---|" * len(rates)]
+        text = [
+            "| network | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
+            "|---|" + "---|" * len(rates),
+        ]
         for name in self.arms:
             tried = self.by_rate(name, batch)
             cells = [
-                ", ".join(f"{one['val']:.1f} / {one['test']:.1f}" for one in tried.get(rate, [])) for rate in rates
+                ", ".join(f"{one['val']:.1f} / {one['test']:.1f}" for one in tried.get(rate, []))
+                for rate in rates
             ]
             if tried:
                 text.append(f"| {ARMS[name].label} | {' | '.join(cells)} |")
         return text
 
     def differences(self, batch: int) -> list[str]:
-        """Return the paired differences of all arms (rows) to all that have the most seeds (columns)."""
+        """Return the paired differences of all arms (rows) to all that have the most seeds
+        (columns).
+        """
         own = {name: runs for name in self.arms if (runs := self.of(name, batch))}
         most = max(map(_seeds, own.values()))
         columns = [name for name, runs in own.items() if _seeds(runs) == most]
@@ -115,7 +138,9 @@ def _seeds(runs: Sequence[Line]) -> int:
 
 
 def paired(ours: Sequence[Line], theirs: Sequence[Line]) -> str:
-    """Return the difference of test top-1 over the seeds that both have, with its errors over seeds and pictures."""
+    """Return the difference of test top-1 over the seeds that both have, with its errors over seeds
+    and pictures.
+    """
     pairs = [(one, other) for one in ours for other in theirs if one["seed"] == other["seed"]]
     if not pairs:
         return ""
@@ -128,7 +153,9 @@ def paired(ours: Sequence[Line], theirs: Sequence[Line]) -> str:
 def right(line: Line) -> np.ndarray:
     """Return which test pictures a run got right, as zeros and ones."""
     digits = line["correct"]
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(digits.zfill(len(digits) + len(digits) % 2)), np.uint8))
+    bits = np.unpackbits(
+        np.frombuffer(bytes.fromhex(digits.zfill(len(digits) + len(digits) % 2)), np.uint8)
+    )
     return bits[-line.get("test_images", 4 * len(digits)) :].astype(float)
 
 
@@ -172,5 +199,9 @@ def document(lines: Sequence[Line]) -> str:
         for batch in setup.batches:
             text += ["", f"### Batch {batch}", "", *setup.details(batch), ""]
             text += ["Paired differences:", "", *setup.differences(batch), ""]
-            text += ["Validation / test top-1 of each seed by learning rate:", "", *setup.rates(batch)]
+            text += [
+                "Validation / test top-1 of each seed by learning rate:",
+                "",
+                *setup.rates(batch),
+            ]
     return "\n".join(text) + "\n"

@@ -42,10 +42,12 @@ def run(
         args: Model, checkpoint, image size, epochs, warm-up and clipping.
         data: The pictures.
         key: What tells the run from the others: arm, batch, images, lr, seed, ...
-        prepare: Changes the source network in place, before its conversion; it is given the training pictures.
+        prepare: Changes the source network in place, before its conversion; it is given the
+            training pictures.
 
     Returns:
-        A line, and for the arms of PAIRS a second one of the same weights, after PreciseBN or baking.
+        A line, and for the arms of PAIRS a second one of the same weights, after PreciseBN or
+        baking.
     """
     began, worked = time.monotonic(), time.process_time()
     arm = ARMS[key["arm"]]
@@ -71,16 +73,28 @@ def run(
                 [still(draw(pictures, min(BAKED, len(pictures)), key["seed"]), args.img_size)[0]],
                 tolerance=math.inf,
             )
-        lines.append({**line_of(model, args, data, {**key, "arm": name}, seconds, worked), "train_loss": loss})
+        lines.append(
+            {
+                **line_of(model, args, data, {**key, "arm": name}, seconds, worked),
+                "train_loss": loss,
+            }
+        )
         if args.keep is not None:
             torch.save(model.state_dict(), args.keep / f"{file_name({**key, 'arm': name})}.pth")
     return lines
 
 
 def line_of(
-    model: nn.Module, args: Namespace, data: Pictures, key: dict[str, Any], seconds: float, worked: float
+    model: nn.Module,
+    args: Namespace,
+    data: Pictures,
+    key: dict[str, Any],
+    seconds: float,
+    worked: float,
 ) -> dict[str, Any]:
-    """Measure a trained network, and return the line of its run; times are in seconds, `worked` the processor's."""
+    """Measure a trained network, and return the line of its run; times are in seconds, `worked` the
+    processor's.
+    """
     val, test = (measure(model, *still_once(data, part, args.img_size)) for part in ("val", "test"))
     return {
         **key,
@@ -97,8 +111,12 @@ def line_of(
     }
 
 
-def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any], ramp: float = 0.5) -> float | None:
-    """Train a network in place and return the mean loss of the last epoch; None once the loss is not finite."""
+def train(
+    model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any], ramp: float = 0.5
+) -> float | None:
+    """Train a network in place and return the mean loss of the last epoch; None once the loss is
+    not finite.
+    """
     arm = ARMS[key["arm"]]
     steps = math.ceil(key["images"] / key["batch"])
     optimizer = create_optimizer_v2(model, args.opt, key["lr"], weight_decay=0.05, fused=True)
@@ -137,7 +155,9 @@ def train(model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any]
 
 
 def take_statistics(model: nn.Module, images: Tensor) -> None:
-    """Set all running statistics to the mean over batches of 50 pictures in random order, as PreciseBN does."""
+    """Set all running statistics to the mean over batches of 50 pictures in random order, as
+    PreciseBN does.
+    """
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     update_bn(images[order].split(50), model)
 
@@ -150,7 +170,9 @@ def still_once(data: Pictures, part: str, size: int) -> tuple[Tensor, Tensor]:
 
 @torch.inference_mode()
 def measure(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Return top-1 and calibration error in percent, the mean loss, and which pictures were right, as hex digits."""
+    """Return top-1 and calibration error in percent, the mean loss, and which pictures were right,
+    as hex digits.
+    """
     model.eval()
     logits = torch.cat([model(batch) for batch in images.split(100)]).nan_to_num()
     sure, chosen = logits.softmax(1).max(1)
@@ -174,6 +196,10 @@ def file_name(key: dict[str, Any]) -> str:
 def machine() -> str:
     """Name the processor."""
     info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    names = (
+        [line for line in info.read_text().splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
     name = names[0].partition(":")[2].strip() if names else platform.machine()
     return f"{name}, {max(1, len(names))} cores, {torch.get_num_threads()} used, torch {torch.__version__}"

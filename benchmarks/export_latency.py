@@ -1,14 +1,16 @@
-"""What the power transform costs after export: the source folded, exact and poly, in ONNX Runtime and OpenVINO.
+"""What the power transform costs after export: the source folded, exact and poly, in ONNX Runtime
+and OpenVINO.
 
     pip install openvino
     python benchmarks/export_latency.py
     python benchmarks/export_latency.py --checkpoint run/best.safetensors --data-dir photos.tar
 
-Each network is converted (BatchNorm to bnn, LayerNorm to lnn) at strength 1, its lambdas drawn evenly from [0.4, 1.6],
-its running statistics taken layer by layer for them, and gammas that are 0 at initialisation set to 0.2; where lambda
-is estimated from the input, "poly" is --freeze-lambda. A --checkpoint is a converted and trained artifact, as it is;
-the images of --data-dir are fitted on, and exact and poly are compared on all of them. Every round runs each file once,
-so that ratios are of one moment.
+Each network is converted (BatchNorm to bnn, LayerNorm to lnn) at strength 1, its lambdas drawn
+evenly from [0.4, 1.6], its running statistics taken layer by layer for them, and gammas that are 0
+at initialisation set to 0.2; where lambda is estimated from the input, "poly" is --freeze-lambda. A
+--checkpoint is a converted and trained artifact, as it is; the images of --data-dir are fitted on,
+and exact and poly are compared on all of them. Every round runs each file once, so that ratios are
+of one moment.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ BATCH, THREADS = 8, 2
 
 @torch.no_grad()
 def spread(model: nn.Module, images: Tensor) -> nn.Module:
-    """Draw lambda from [0.4, 1.6] and take the running statistics that belong to it, layer by layer in one pass."""
+    """Draw lambda from [0.4, 1.6] and take the running statistics that belong to it, layer by layer
+    in one pass.
+    """
 
     def settle(layer: Any, args: tuple[Tensor, ...]) -> None:
         layer.running_lambda.uniform_(0.4, 1.6)
@@ -67,7 +71,10 @@ def export(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list[
     torch.manual_seed(0)
     if args.checkpoint:
         network = open_model(args.checkpoint)
-        model, images = network.model.eval(), sample_batches(args.data_dir, network.preprocess, images=256)
+        model, images = (
+            network.model.eval(),
+            sample_batches(args.data_dir, network.preprocess, images=256),
+        )
         source = timm.create_model(network.source.name, num_classes=model.num_classes)
         size: Sequence[int] = network.preprocess.input_size
     else:
@@ -86,17 +93,24 @@ def export(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list[
     jobs: list[tuple[Path, nn.Module, dict[str, Any]]]
     jobs = [(file, net, {}) for file, net in zip(common, (source, at_0, model), strict=True)]
     for runtime, file in polys.items():
-        fold = {"freeze_lambda": True} if estimated else {"fold": "poly", "runtime": runtime, "degree": args.degree}
+        fold = (
+            {"freeze_lambda": True}
+            if estimated
+            else {"fold": "poly", "runtime": runtime, "degree": args.degree}
+        )
         jobs.append((file, model, {**fold, **options}))
     for file, net, extra in jobs:
         if file.exists():
             continue
         report = retrofit.export_onnx(net, file, input_size=size, force=True, **extra)
-        degrees = sorted({f"{layer.form} {layer.degree}" for layer in report.layers if layer.degree})
+        degrees = sorted(
+            {f"{layer.form} {layer.degree}" for layer in report.layers if layer.degree}
+        )
         agreement = report.parity.top1_agreement
         share = report.parity.max_abs_diff / report.parity.scale
         print(
-            f"{file.name}: differs by {share:.2g}, top-1 {agreement}, {', '.join(degrees)}, {report.nodes}", flush=True
+            f"{file.name}: differs by {share:.2g}, top-1 {agreement}, {', '.join(degrees)}, {report.nodes}",
+            flush=True,
         )
     return files
 
@@ -106,21 +120,31 @@ def disagreement(files: Sequence[Path], args: argparse.Namespace) -> float:
     preprocess = open_model(args.checkpoint).preprocess
     batches = sample_batches(args.data_dir, preprocess, images=10**9)
     exact, poly = (open_onnx(files[VARIANTS.index(variant)]) for variant in ("exact", "poly"))
-    differs = [exact(batch.numpy())[0].argmax(1) != poly(batch.numpy())[0].argmax(1) for batch in batches]
+    differs = [
+        exact(batch.numpy())[0].argmax(1) != poly(batch.numpy())[0].argmax(1) for batch in batches
+    ]
     return 100 * float(np.concatenate(differs).mean())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--checkpoint", help="a trained artifact, instead of --models")
     parser.add_argument("--data-dir", help="images, for --checkpoint")
-    parser.add_argument("--degree", type=int, default=2, help="of polynomials, or lines; 0 to choose by --tolerance")
+    parser.add_argument(
+        "--degree", type=int, default=2, help="of polynomials, or lines; 0 to choose by --tolerance"
+    )
     parser.add_argument("--tolerance", type=float, help="as retrofit export takes it")
     parser.add_argument("--rounds", type=int, default=15, help="0 only exports")
-    parser.add_argument("--folder", type=Path, help="keep the exported files here, and use those that are there")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "export_latency.md")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the exported files here, and use those that are there"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "export_latency.md"
+    )
     args = parser.parse_args()
     if args.checkpoint and not args.data_dir:
         parser.error("--checkpoint needs --data-dir")
@@ -143,9 +167,16 @@ def main() -> None:
                 label = Path(name).name
                 if args.checkpoint:
                     label += f" (top-1 differs for {disagreement(variants, args):.1f}%)"
-                turned = {file.stem: file for file in reversed(variants)}  # the last is the reference: the source
-                costs = measure_files(turned, runtime, batch_size=BATCH, rounds=args.rounds, threads=THREADS)
-                ratios = [1.0 if cost.time_ratio is None else cost.time_ratio.median for cost in reversed(costs)]
+                turned = {
+                    file.stem: file for file in reversed(variants)
+                }  # the last is the reference: the source
+                costs = measure_files(
+                    turned, runtime, batch_size=BATCH, rounds=args.rounds, threads=THREADS
+                )
+                ratios = [
+                    1.0 if cost.time_ratio is None else cost.time_ratio.median
+                    for cost in reversed(costs)
+                ]
                 times = [1e3 * cost.seconds.median for cost in reversed(costs)]
                 cells = [f"{ms:.0f} ({ratio:.2f})" for ms, ratio in zip(times, ratios, strict=True)]
                 lines.append(f"| {label} | {runtime} | {' | '.join(cells)} |")

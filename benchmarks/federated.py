@@ -1,14 +1,17 @@
-"""Federated averaging of a trained network: BatchNorm, frozen statistics, and layers that do not use the batch.
+"""Federated averaging of a trained network: BatchNorm, frozen statistics, and layers that do not
+use the batch.
 
-    python benchmarks/federated.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar \
+    python benchmarks/federated.py --checkpoint efficientnet-lite0.pth --train train.tar --test
+    test.tar \
         --arms bn bn-frozen ln ln-pn
     python benchmarks/federated.py --table
 
-The pictures of each class are dealt to ten clients in shares of a Dirichlet distribution with concentration 0.1, so
-that most clients have few classes. In each round every client trains one epoch on its own pictures, from the server's
-network, and the server takes the average of all state dicts (FedAvg, McMahan et al. 2017), running statistics included,
-each counted by its number of pictures. Strength rises over the first half of the rounds. The arms, the search of their
-learning rates and the table are those of evidence.py; an epoch there is a round here.
+The pictures of each class are dealt to ten clients in shares of a Dirichlet distribution with
+concentration 0.1, so that most clients have few classes. In each round every client trains one
+epoch on its own pictures, from the server's network, and the server takes the average of all state
+dicts (FedAvg, McMahan et al. 2017), running statistics included, each counted by its number of
+pictures. Strength rises over the first half of the rounds. The arms, the search of their learning
+rates and the table are those of evidence.py; an epoch there is a round here.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ def split(pictures: Labelled, seed: int) -> list[Labelled]:
     clients: list[Labelled] = [[] for _ in range(CLIENTS)]
     for label in sorted({label for _, label in pictures}):
         own = [one for one in pictures if one[1] == label]
-        ends = (generator.dirichlet([CONCENTRATION] * CLIENTS).cumsum() * len(own)).round().astype(int)
+        ends = (
+            (generator.dirichlet([CONCENTRATION] * CLIENTS).cumsum() * len(own)).round().astype(int)
+        )
         for client, part in zip(clients, np.split(np.arange(len(own)), ends[:-1]), strict=True):
             client += [own[place] for place in part]
     return clients
@@ -60,7 +65,9 @@ def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, 
     arm, worked, began = ARMS[key["arm"]], time.process_time(), time.monotonic()
     classes = 1 + max(label for _, label in data.test)
     model = convert(trained_network(args.model, args.checkpoint, classes, key["seed"]), arm)
-    pictures = [own for own in split(draw(data.pool, key["images"], key["seed"]), key["seed"]) if own]
+    pictures = [
+        own for own in split(draw(data.pool, key["images"], key["seed"]), key["seed"]) if own
+    ]
     clients = [Epochs(own, args.img_size, key["seed"], data.flip) for own in pictures]
     strength = strength_schedule(model, arm, key["epochs"])
     torch.manual_seed(key["seed"])
@@ -91,4 +98,13 @@ def train(model: nn.Module, epochs: Epochs, round: int, key: dict[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    main(__doc__, run, MIDDLE, RESULTS / "federated.jsonl", images=300, epochs=20, warmup_epochs=0, opt="sgd")
+    main(
+        __doc__,
+        run,
+        MIDDLE,
+        RESULTS / "federated.jsonl",
+        images=300,
+        epochs=20,
+        warmup_epochs=0,
+        opt="sgd",
+    )

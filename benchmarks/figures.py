@@ -1,4 +1,5 @@
-r"""The pictures of README and docs, drawn from the recorded results: SVG, one for light pages and one for dark.
+r"""The pictures of README and docs, drawn from the recorded results: SVG, one for light pages and
+one for dark.
 
     python benchmarks/figures.py
     python benchmarks/figures.py --terminal --checkpoint efficientnet-lite0.pth \
@@ -47,10 +48,14 @@ def number(text: str) -> float:
 
 
 def table(file: str, heading: str, section: str = "") -> dict[str, list[str]]:
-    """Return the rows of a results table by their first cell, of the first table with such a heading in a section."""
+    """Return the rows of a results table by their first cell, of the first table with such a
+    heading in a section.
+    """
     text = (RESULTS / file).read_text()
     lines = text[text.index(section) :].splitlines()
-    start = next(place for place, line in enumerate(lines) if line.startswith("|") and heading in line)
+    start = next(
+        place for place, line in enumerate(lines) if line.startswith("|") and heading in line
+    )
     rows: dict[str, list[str]] = {}
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
@@ -70,7 +75,10 @@ def before_training(figure: Figure) -> None:
     rows = table("retention.md", "migrated")
     bars = [("source", source_top1(), BASELINE)]
     migrated, swapped = (number(cell) for cell in rows["ln"])
-    bars += [("LayerNorm by retrofit, t = 1", migrated, OURS), ("LayerNorm, plain swap", swapped, TODAY)]
+    bars += [
+        ("LayerNorm by retrofit, t = 1", migrated, OURS),
+        ("LayerNorm, plain swap", swapped, TODAY),
+    ]
     horizontal(figure, bars, "top-1 before any training, %")
 
 
@@ -78,11 +86,17 @@ def usual_way(figure: Figure) -> None:
     """Top-1 by what most people do, by retrofit and by the best other way, in three situations."""
     private = {name: number(top1) for name, eps, top1 in csv_rows(RESULTS / "dp.md") if eps == "8"}
     longer = {name: number(top1) for name, _, top1 in csv_rows(RESULTS / "dp_longer.md")}
-    clients, small = table("federated.md", "batch 8"), table("evidence.md", "batch 1 ", "## cifar10, 500 training")
+    clients, small = (
+        table("federated.md", "batch 8"),
+        table("evidence.md", "batch 1 ", "## cifar10, 500 training"),
+    )
     batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
     groups = {
         "private training,\nepsilon 8": (
-            ("Opacus's fixer (norms, last layer)", private["Opacus's GroupNorm, norms and last layer"]),
+            (
+                "Opacus's fixer (norms, last layer)",
+                private["Opacus's GroupNorm, norms and last layer"],
+            ),
             ("last layer alone", longer["frozen statistics, last layer alone"]),
             ("frozen (norms, last layer)", private["frozen, norms and last layer"]),
         ),
@@ -132,7 +146,9 @@ def privacy(figure: Figure) -> None:
     for place, (row, (label, colour)) in enumerate(names.items()):
         cells = {eps: number(top1) for name, eps, top1 in rows if name == row}
         for group, eps in enumerate(("8", "3")):
-            bar = axes.bar(group + 0.2 * place, cells[eps], 0.18, color=colour, label=None if group else label)
+            bar = axes.bar(
+                group + 0.2 * place, cells[eps], 0.18, color=colour, label=None if group else label
+            )
             axes.bar_label(bar, fmt="%.1f", fontsize=7)
     axes.set_xticks([0.3, 1.3], ["epsilon 8", "epsilon 3"])
     axes.set_ylabel("test top-1, %")
@@ -142,9 +158,15 @@ def privacy(figure: Figure) -> None:
 
 
 def csv_rows(path: Path) -> list[tuple[str, str, str]]:
-    """Return (network, epsilon, top-1) of the rows of the last table of dp.md, which has the most pictures."""
+    """Return (network, epsilon, top-1) of the rows of the last table of dp.md, which has the most
+    pictures.
+    """
     lines = path.read_text().split("## ")[-1].splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
     return [(row[0].replace("`", ""), row[1], row[5]) for row in cells[1:]]
 
 
@@ -155,8 +177,16 @@ def batch_size(figure: Figure) -> None:
     axes = figure.subplots()
     for row, label, style in (
         ("BatchNorm, batch statistics", "BatchNorm", dict(color=TODAY, marker="o")),
-        ("BatchNorm, then PreciseBN", "BatchNorm, then PreciseBN", dict(color=TODAY, marker="s", linestyle="--")),
-        ("BatchNorm, frozen statistics, affine trained", "retrofit frozen", dict(color=OURS, marker="o")),
+        (
+            "BatchNorm, then PreciseBN",
+            "BatchNorm, then PreciseBN",
+            dict(color=TODAY, marker="s", linestyle="--"),
+        ),
+        (
+            "BatchNorm, frozen statistics, affine trained",
+            "retrofit frozen",
+            dict(color=OURS, marker="o"),
+        ),
         ("ln, t to 1", "retrofit ln", dict(color=OURS, marker="^", linestyle="--")),
     ):
         values = [number(rows[row][2 * place]) for place in range(len(sizes))]
@@ -173,13 +203,26 @@ def strengths(figure: Figure) -> None:
     with (RESULTS / "strengths.csv").open() as file:
         rows = list(csv.DictReader(file))
     points = {(row["model"], row["target"], row["strength"]) for row in rows}
-    models = sorted(model for model, target, t in points if (target, t) == ("bnn", "1"))  # those that are complete
+    models = sorted(
+        model for model, target, t in points if (target, t) == ("bnn", "1")
+    )  # those that are complete
     figure.set_figheight(0.8 + 2.4 * len(models))
-    for axes, model in zip(np.atleast_1d(figure.subplots(len(models), 1, sharex=True)), models, strict=True):
+    for axes, model in zip(
+        np.atleast_1d(figure.subplots(len(models), 1, sharex=True)), models, strict=True
+    ):
         own = [row for row in rows if row["model"] == model]
         for target, style in STYLES.items():
-            curve = [(float(row["strength"]), float(row["top1"])) for row in own if row["target"] == target]
-            axes.plot(*zip(*curve, strict=True), style, color=OURS if target != "bnn" else "#8957e5", label=target)
+            curve = [
+                (float(row["strength"]), float(row["top1"]))
+                for row in own
+                if row["target"] == target
+            ]
+            axes.plot(
+                *zip(*curve, strict=True),
+                style,
+                color=OURS if target != "bnn" else "#8957e5",
+                label=target,
+            )
         swap = next(float(row["top1"]) for row in own if row["target"] == "ln, plain swap")
         axes.axhline(swap, color=TODAY, label="gamma and beta copied into ln")
         axes.set_title(model)
@@ -197,7 +240,9 @@ def course(figure: Figure) -> None:
         ("linear", 1.0, OURS, "default"),
         ("there-and-back", 0.0, BASELINE, "there and back"),
     ):
-        network, _ = retrofit.convert(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "ln", check=False)
+        network, _ = retrofit.convert(
+            nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "ln", check=False
+        )
         schedule = StrengthSchedule(network, steps, shape=shape, end=end)
         values = []
         for _ in range(steps):
@@ -235,7 +280,12 @@ def proxy(figure: Figure) -> None:
 def path(figure: Figure) -> None:
     """The power transform of a layer from t = 0 to 1."""
     title = "ψ(h; 1 + t (λ - 1)), λ = 0.3"
-    by_strength(figure, lambda t: yeo_johnson(H, torch.tensor(1 + t * (0.3 - 1))), title, "normalized value h")
+    by_strength(
+        figure,
+        lambda t: yeo_johnson(H, torch.tensor(1 + t * (0.3 - 1))),
+        title,
+        "normalized value h",
+    )
 
 
 def noise(figure: Figure) -> None:
@@ -306,7 +356,9 @@ def record_terminal(args: argparse.Namespace) -> None:
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
     from rich.text import Text
 
-    weights, photographs, names = (os.path.abspath(p) for p in (args.checkpoint, args.data_dir, args.class_map))
+    weights, photographs, names = (
+        os.path.abspath(p) for p in (args.checkpoint, args.data_dir, args.class_map)
+    )
     shown = {weights: "efficientnet-lite0.pth", photographs: "photos.tar", names: "classes.txt"}
     lines = (
         "inspect tf_efficientnet_lite0 --to ln",
@@ -317,18 +369,29 @@ def record_terminal(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for line in lines:
             command = [sys.executable, "-m", "retrofit", *line.split()]
-            environment = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "0", "COLUMNS": "100"}
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+            environment = {
+                **os.environ,
+                "FORCE_COLOR": "1",
+                "TTY_COMPATIBLE": "0",
+                "COLUMNS": "100",
+            }
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+            )
             text = f"$ retrofit {line}\n{done.stderr}"
             for path, name in shown.items():
                 text = re.sub(rf"\S*(?<![\w.-]){re.escape(os.path.basename(path))}", name, text)
             console.print(Text.from_ansi(text))
     for theme, colours in (("light", DEFAULT_TERMINAL_THEME), ("dark", MONOKAI)):
-        console.save_svg(str(IMAGES / f"terminal-{theme}.svg"), title="retrofit", theme=colours, clear=False)
+        console.save_svg(
+            str(IMAGES / f"terminal-{theme}.svg"), title="retrofit", theme=colours, clear=False
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES))
     parser.add_argument("--terminal", action="store_true")
     parser.add_argument("--checkpoint")

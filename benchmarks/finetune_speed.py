@@ -1,12 +1,14 @@
 """Images a second of `retrofit finetune` beside timm's own train.py, on one core.
 
-    python benchmarks/finetune_speed.py --timm-train train.py [--model resnet18] [--size 64] [--batch 32] [--rounds 3]
+    python benchmarks/finetune_speed.py --timm-train train.py [--model resnet18] [--size 64]
+    [--batch 32] [--rounds 3]
 
-train.py is in timm's repository (github.com/huggingface/pytorch-image-models), not in its package. Both commands train
-the same network, which is not converted, with the same settings on the same JPEGs, and take turns. A figure is the
-difference between a run of four epochs and one of a single epoch, so that imports and set-up do not count; validation
-and checkpoints do. CPU seconds of a command and its decoder are measured beside wall seconds: on one core they are the
-same when nothing else runs, and what else runs changes them little.
+train.py is in timm's repository (github.com/huggingface/pytorch-image-models), not in its package.
+Both commands train the same network, which is not converted, with the same settings on the same
+JPEGs, and take turns. A figure is the difference between a run of four epochs and one of a single
+epoch, so that imports and set-up do not count; validation and checkpoints do. CPU seconds of a
+command and its decoder are measured beside wall seconds: on one core they are the same when nothing
+else runs, and what else runs changes them little.
 """
 
 from __future__ import annotations
@@ -43,12 +45,50 @@ def write_images(root: Path, count: int, side: int) -> None:
 
 def commands(args: argparse.Namespace, data: Path, out: Path, epochs: int) -> dict[str, list[str]]:
     """Both command lines."""
-    common = ["--epochs", str(epochs), "-b", str(args.batch), "-j", "1", "--opt", "sgd", "--lr", "0.01"]
+    common = [
+        "--epochs",
+        str(epochs),
+        "-b",
+        str(args.batch),
+        "-j",
+        "1",
+        "--opt",
+        "sgd",
+        "--lr",
+        "0.01",
+    ]
     common += ["--weight-decay", "1e-4", "--warmup-epochs", "0", "--sched", "cosine", "--seed", "1"]
-    retrofit = ["-m", "retrofit", "finetune", args.model, "--data-dir", str(data), "-o", str(out / "run")]
+    retrofit = [
+        "-m",
+        "retrofit",
+        "finetune",
+        args.model,
+        "--data-dir",
+        str(data),
+        "-o",
+        str(out / "run"),
+    ]
     retrofit += ["--img-size", str(args.size), "--device", "cpu", "--clip-grad", "0", *common]
-    timm = [str(args.timm_train), "--data-dir", str(data), "--model", args.model, "--num-classes", "2"]
-    timm += ["--img-size", str(args.size), "--device", "cpu", "--output", str(out), "--val-split", "val", *common]
+    timm = [
+        str(args.timm_train),
+        "--data-dir",
+        str(data),
+        "--model",
+        args.model,
+        "--num-classes",
+        "2",
+    ]
+    timm += [
+        "--img-size",
+        str(args.size),
+        "--device",
+        "cpu",
+        "--output",
+        str(out),
+        "--val-split",
+        "val",
+        *common,
+    ]
     return {"retrofit": retrofit, "timm": timm}
 
 
@@ -73,7 +113,9 @@ def seconds(command: list[str]) -> tuple[float, float]:
 
 def main() -> None:
     """Take turns and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--timm-train", type=Path, required=True, help="timm's train.py")
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--size", type=int, default=64)
@@ -94,7 +136,9 @@ def main() -> None:
                 )
                 seen = args.images * (EPOCHS[1] - EPOCHS[0])
                 found.append((seen / (long[0] - short[0]), seen / (long[1] - short[1])))
-                print(f"{name}: {found[-1][0]:.1f} images a CPU second, {found[-1][1]:.1f} a second")
+                print(
+                    f"{name}: {found[-1][0]:.1f} images a CPU second, {found[-1][1]:.1f} a second"
+                )
     setting = f"{args.model}, {args.size} px, batches of {args.batch}. {machine()}."
     text = ["# `retrofit finetune` beside timm's train.py", "", setting, ""]
     for kind, which in (("CPU second", 0), ("second", 1)):

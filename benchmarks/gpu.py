@@ -1,13 +1,15 @@
-"""A GPU in one command: are the Triton kernels right on a real device, what do they cost, and what is missing?
+"""A GPU in one command: are the Triton kernels right on a real device, what do they cost, and what
+is missing?
 
     python benchmarks/gpu.py [--minutes 25] [--timm-train train.py] [--only PART ...]
     python benchmarks/gpu.py --dry
 
-In this order, until the minutes are over: the self-test; the tests marked gpu; every layer against float64, in three
-types; layers against torch's own and against what the memory's bandwidth allows; training steps of networks, as they
-are and compiled, with peak memory; images a second of `retrofit finetune`, and of timm's train.py if its path is given.
-What failed and what was not reached stands at the end of the file, and the exit status is 1 if anything failed. --dry
-goes through the same code on the CPU, in Triton's interpreter, at tiny sizes and with nothing compiled, and records
+In this order, until the minutes are over: the self-test; the tests marked gpu; every layer against
+float64, in three types; layers against torch's own and against what the memory's bandwidth allows;
+training steps of networks, as they are and compiled, with peak memory; images a second of `retrofit
+finetune`, and of timm's train.py if its path is given. What failed and what was not reached stands
+at the end of the file, and the exit status is 1 if anything failed. --dry goes through the same
+code on the CPU, in Triton's interpreter, at tiny sizes and with nothing compiled, and records
 nothing: what it prints says whether the script runs, and nothing else.
 """
 
@@ -40,13 +42,19 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import retrofit
-from retrofit.layers import BatchNormalNorm2d, GroupNormalNorm, InstanceNormalNorm2d, LayerNormalNorm2d
+from retrofit.layers import (
+    BatchNormalNorm2d,
+    GroupNormalNorm,
+    InstanceNormalNorm2d,
+    LayerNormalNorm2d,
+)
 from retrofit.layers.kernels import self_test
 from retrofit.layers.kernels import triton as triton_kernels
 
 ROOT = Path(__file__).parents[1]
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-PASSES = 5  # over memory that forward and backward need: read x, write y; read x and y's gradient, write x's
+# over memory that forward and backward need: read x, write y; read x and y's gradient, write x's
+PASSES = 5
 PARTS = ("self_test", "tests", "agreement", "layers", "steps", "throughput")
 Row = list[object]
 
@@ -70,7 +78,9 @@ class Day:
 
     @contextmanager
     def part(self, name: str, seconds: float = 5.0) -> Iterator[bool]:
-        """Give whether there are so many seconds left; what fails inside is noted, and the rest goes on."""
+        """Give whether there are so many seconds left; what fails inside is noted, and the rest
+        goes on.
+        """
         left = self.end - time.monotonic()
         if left < seconds:
             self.missing.append(name)
@@ -110,10 +120,14 @@ class Day:
                     seconds, faults = [], []
                     for _ in range(2):  # the second time everything is compiled
                         start = time.perf_counter()
-                        faults.append(self_test.fault(triton_kernels, torch.device(self.device), dtype))
+                        faults.append(
+                            self_test.fault(triton_kernels, torch.device(self.device), dtype)
+                        )
                         seconds.append(time.perf_counter() - start)
                     self.failed += {fault for fault in faults if fault}
-                    rows.append([_short(dtype), *(f"{one:.1f}" for one in seconds), faults[-1] or "passed"])
+                    rows.append(
+                        [_short(dtype), *(f"{one:.1f}" for one in seconds), faults[-1] or "passed"]
+                    )
         self.table("Self-test, seconds", "type | with compiling | again | result", rows)
 
     def tests(self) -> None:
@@ -121,10 +135,25 @@ class Day:
         with self.part("tests", 60) as begin:
             if not begin:
                 return
-            command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests/layers", "tests/export"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-n",
+                "0",
+                "-m",
+                "gpu",
+                "tests/layers",
+                "tests/export",
+            ]
             command += ["--collect-only"] if self.args.dry else []
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
+            last = (
+                done.stdout.strip().splitlines()[-1]
+                if done.stdout.strip()
+                else done.stderr.strip()[-200:]
+            )
             self.text += ["", f"Tests marked gpu: {last}"]
             print(self.text[-1], flush=True)
             if done.returncode:
@@ -146,11 +175,20 @@ class Day:
                     what = f"{name}, {_short(dtype)}, {_short(layout)}"
                     with self.part(f"agreement of {what}") as begin:
                         if begin:
-                            ours, eager = (self._error(build, shape, dtype, layout, by) for by in ("triton", "eager"))
+                            ours, eager = (
+                                self._error(build, shape, dtype, layout, by)
+                                for by in ("triton", "eager")
+                            )
                             rows.append([what, f"{ours:.2g}", f"{eager:.2g}"])
                             if not ours <= 3 * eager + 1e-5:
-                                self.failed.append(f"{what}: Triton is {ours:.2g} off, eager {eager:.2g}")
-        self.table("Largest error of output and gradients, over their scale", "layer | Triton | eager", rows)
+                                self.failed.append(
+                                    f"{what}: Triton is {ours:.2g} off, eager {eager:.2g}"
+                                )
+        self.table(
+            "Largest error of output and gradients, over their scale",
+            "layer | Triton | eager",
+            rows,
+        )
 
     def _error(
         self,
@@ -165,11 +203,15 @@ class Day:
         found = []
         for name, kind in (("eager", torch.float64), (kernels, dtype)):
             os.environ["RETROFIT_KERNELS"] = name
-            layer = build().to(self.device, torch.float64 if kind == torch.float64 else torch.float32)
+            layer = build().to(
+                self.device, torch.float64 if kind == torch.float64 else torch.float32
+            )
             own = x.to(kind).contiguous(memory_format=layout).requires_grad_()
             out = layer(own)
             out.backward(grad.to(out.dtype).contiguous(memory_format=layout))
-            found.append([out.detach(), own.grad, *(parameter.grad for parameter in layer.parameters())])
+            found.append(
+                [out.detach(), own.grad, *(parameter.grad for parameter in layer.parameters())]
+            )
         return max(
             ((a.double() - b.double()).abs().max() / a.double().abs().max()).item()
             for a, b in zip(*found, strict=True)
@@ -178,9 +220,19 @@ class Day:
 
     def layers(self) -> None:
         """Time layers against torch's own, and against moving the memory that they must."""
-        shapes = [("batch", (256, 56, 56)), ("layer", (197, 384)), ("group", (256, 56, 56)), ("proxy", (256, 56, 56))]
+        shapes = [
+            ("batch", (256, 56, 56)),
+            ("layer", (197, 384)),
+            ("group", (256, 56, 56)),
+            ("proxy", (256, 56, 56)),
+        ]
         if self.args.dry:
-            shapes = [("batch", (4, 2, 2)), ("layer", (2, 8)), ("group", (32, 1, 2)), ("proxy", (4, 2, 2))]
+            shapes = [
+                ("batch", (4, 2, 2)),
+                ("layer", (2, 8)),
+                ("group", (32, 1, 2)),
+                ("proxy", (4, 2, 2)),
+            ]
         rows: list[Row] = []
         for kind, size in shapes:
             for dtype in TYPES[: 1 if self.args.dry else 2]:
@@ -192,14 +244,19 @@ class Day:
         head = "layer | ours / torch's | quartiles | torch's / floor | ours / floor"
         self.table("Forward and backward of a layer, medians of turns", head, rows)
 
-    def _layer(self, kind: str, size: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format) -> Row:
+    def _layer(
+        self, kind: str, size: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format
+    ) -> Row:
         x = torch.randn((2 if self.args.dry else 64, *size), device=self.device, dtype=dtype)
         x = x.contiguous(memory_format=layout) if x.ndim == 4 else x
         grad, copy = torch.randn_like(x), torch.empty_like(x)
         x.requires_grad_()
         channels = size[-1] if kind == "layer" else size[0]
         theirs, ours, _ = contenders(kind, channels, 0.0)
-        theirs, ours = theirs.to(self.device, dtype), ours.to(self.device)  # torch's group and layer norm take one type
+        theirs, ours = (
+            theirs.to(self.device, dtype),
+            ours.to(self.device),
+        )  # torch's group and layer norm take one type
 
         def floor() -> float:
             synchronize(x)
@@ -215,8 +272,12 @@ class Day:
         return [f"{middle:.2f}", f"{low:.2f}-{high:.2f}", *floors]
 
     def steps(self) -> None:
-        """Time training steps of networks against their sources', and take the peak of their memory."""
-        names = ("test_resnet", "test_vit") if self.args.dry else ("resnet50", "vit_small_patch16_224")
+        """Time training steps of networks against their sources', and take the peak of their
+        memory.
+        """
+        names = (
+            ("test_resnet", "test_vit") if self.args.dry else ("resnet50", "vit_small_patch16_224")
+        )
         targets = ["bn.eval()", "frozen", "ln", "gn-pn", "ln-pn", "bnn"], ["lnn"]
         networks = dict(zip(names, targets, strict=True))
         rows: list[Row] = []
@@ -238,7 +299,9 @@ class Day:
             middle, low, high = ratio(times, one, "source")
             of_source = f"{memory[one] / memory['source']:.2f}" if memory["source"] else ""
             speed = f"{self._batch / statistics.median(times[one]):.0f}"
-            rows.append([f"{name}, {way}", one, f"{middle:.2f}", f"{low:.2f}-{high:.2f}", speed, of_source])
+            rows.append(
+                [f"{name}, {way}", one, f"{middle:.2f}", f"{low:.2f}-{high:.2f}", speed, of_source]
+            )
         return rows
 
     def _step(self, name: str, target: str, way: str) -> Callable[[], float]:
@@ -254,8 +317,13 @@ class Day:
             for module in network.modules():
                 if isinstance(module, nn.BatchNorm2d):
                     module.eval()
-        x = torch.randn((2, 3, 32, 32) if self.args.dry and "vit" not in name else (self._batch, *size))
-        x, layout = x.to(self.device), torch.channels_last if "channels_last" in way else torch.contiguous_format
+        x = torch.randn(
+            (2, 3, 32, 32) if self.args.dry and "vit" not in name else (self._batch, *size)
+        )
+        x, layout = (
+            x.to(self.device),
+            torch.channels_last if "channels_last" in way else torch.contiguous_format,
+        )
         network, x = network.to(memory_format=layout), x.contiguous(memory_format=layout)
         labels = torch.zeros(len(x), dtype=torch.long, device=self.device)
         optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
@@ -291,18 +359,35 @@ class Day:
         return torch.cuda.max_memory_allocated() - before
 
     def throughput(self) -> None:
-        """Train ResNet-50 for an epoch on made-up JPEGs by `retrofit finetune`, and by timm's train.py."""
+        """Train ResNet-50 for an epoch on made-up JPEGs by `retrofit finetune`, and by timm's
+        train.py.
+        """
         name, images = ("test_resnet", 8) if self.args.dry else ("resnet50", 5120)
         rows: list[Row] = []
         with tempfile.TemporaryDirectory() as place:
             data = _images(Path(place) / "data", images)
-            common = [*("--data-dir", str(data), "--epochs", "2", "-j", str(min(8, os.cpu_count() or 1)))]
-            common += ["-b", str(self._batch), "--device", self.device, *([] if self.args.dry else ["--amp"])]
+            common = [
+                *("--data-dir", str(data), "--epochs", "2", "-j", str(min(8, os.cpu_count() or 1)))
+            ]
+            common += [
+                "-b",
+                str(self._batch),
+                "--device",
+                self.device,
+                *([] if self.args.dry else ["--amp"]),
+            ]
             for who, command in self._trainers(name, Path(place)).items():
                 with self.part(f"throughput of {who}", 120) as begin:
                     if begin:
-                        rows.append([who, f"{self._images_per_second(who, [sys.executable, *command, *common]):.0f}"])
-        self.table(f"Images a second of {name}, second epoch of {images} JPEGs", "who | images/s", rows)
+                        rows.append(
+                            [
+                                who,
+                                f"{self._images_per_second(who, [sys.executable, *command, *common]):.0f}",
+                            ]
+                        )
+        self.table(
+            f"Images a second of {name}, second epoch of {images} JPEGs", "who | images/s", rows
+        )
 
     def _trainers(self, name: str, folder: Path) -> dict[str, list[str]]:
         converted = folder / f"{name}-bnn.safetensors"
@@ -310,8 +395,22 @@ class Day:
         retrofit.save(network, converted)
         finetune = ["-m", "retrofit", "finetune"]
         trainers = {
-            "retrofit finetune": [*finetune, name, "--num-classes", "2", "--json", "-o", str(folder / "source")],
-            "retrofit finetune, bnn": [*finetune, str(converted), "--json", "-o", str(folder / "bnn")],
+            "retrofit finetune": [
+                *finetune,
+                name,
+                "--num-classes",
+                "2",
+                "--json",
+                "-o",
+                str(folder / "source"),
+            ],
+            "retrofit finetune, bnn": [
+                *finetune,
+                str(converted),
+                "--json",
+                "-o",
+                str(folder / "bnn"),
+            ],
         }
         if self.args.timm_train:
             options = ["--model", name, "--num-classes", "2", "--output", str(folder / "timm")]
@@ -344,17 +443,34 @@ def _short(value: object) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="on the CPU, in the interpreter; records nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="on the CPU, in the interpreter; records nothing"
+    )
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        metavar="PART",
+        help=f"of {', '.join(PARTS)}",
     )
-    parser.add_argument("--timm-train", metavar="FILE", help="timm's train.py, which its package does not contain")
+    parser.add_argument(
+        "--timm-train", metavar="FILE", help="timm's train.py, which its package does not contain"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.md")
-    parser.add_argument("--train", metavar="TAR", help="CIFAR-10 with one folder a class, for --reproduce")
+    parser.add_argument(
+        "--train", metavar="TAR", help="CIFAR-10 with one folder a class, for --reproduce"
+    )
     parser.add_argument("--test", metavar="TAR")
-    parser.add_argument("--reproduce", action="store_true", help="go on with the papers' runs (reproduce.py) instead")
+    parser.add_argument(
+        "--reproduce",
+        action="store_true",
+        help="go on with the papers' runs (reproduce.py) instead",
+    )
     args = parser.parse_args()
     if not args.dry and not torch.cuda.is_available():
         parser.error("there is no GPU; --dry shows that the script runs")
@@ -365,7 +481,10 @@ def main() -> None:
         with day.part(part, 0.0):
             getattr(day, part)()
         day.write()
-    for line in (*(f"failed: {one}" for one in day.failed), *(f"not reached: {one}" for one in day.missing)):
+    for line in (
+        *(f"failed: {one}" for one in day.failed),
+        *(f"not reached: {one}" for one in day.missing),
+    ):
         print(line)
     sys.exit(1 if day.failed else 0)
 

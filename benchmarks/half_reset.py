@@ -1,13 +1,15 @@
-"""Deep re-training: the later half of a trained network starts from random weights, and all of it is trained.
+"""Deep re-training: the later half of a trained network starts from random weights, and all of it
+is trained.
 
-    python benchmarks/half_reset.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar \
+    python benchmarks/half_reset.py --checkpoint efficientnet-lite0.pth --train train.tar --test
+    test.tar \
         --arms bn bn-frozen ln ln-pn gn-pn
     python benchmarks/half_reset.py --table
 
-The later half of the convolutions, in the order of the network, and the BatchNorm layers behind them are set to what
-they are in a new network. As nothing is known of what they see, all running statistics are then taken from the training
-pictures: for every arm, before its conversion. Pictures, training, the search of a learning rate, seeds and the table
-are those of evidence.py.
+The later half of the convolutions, in the order of the network, and the BatchNorm layers behind
+them are set to what they are in a new network. As nothing is known of what they see, all running
+statistics are then taken from the training pictures: for every arm, before its conversion.
+Pictures, training, the search of a learning rate, seeds and the table are those of evidence.py.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def reset(model: nn.Module, images: Tensor) -> None:
-    """Set the later half of the convolutions and their norms to a new network's; take all running statistics anew."""
+    """Set the later half of the convolutions and their norms to a new network's; take all running
+    statistics anew.
+    """
     fresh = dict(timm.create_model(model.default_cfg["architecture"]).named_modules())
-    layers = [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Conv2d | _BatchNorm)]
+    layers = [
+        (name, one)
+        for name, one in model.named_modules()
+        if isinstance(one, nn.Conv2d | _BatchNorm)
+    ]
     for name, layer in layers[len(layers) // 4 * 2 :]:
         layer.load_state_dict(fresh[name].state_dict())
     with torch.no_grad():

@@ -1,11 +1,13 @@
 """Time and peak memory of the layers against torch's own, over the shapes of real networks.
 
-    python benchmarks/layers.py [--device cpu|cuda] [--dtype float32|bfloat16] [--channels-last] [--repeats N]
+    python benchmarks/layers.py [--device cpu|cuda] [--dtype float32|bfloat16] [--channels-last]
+    [--repeats N]
 
-Each shape is timed in rounds, in which every contender takes its turn, so that whatever else the machine does falls on
-all of them; the figures are medians over the rounds, and ratios are of the same round. Contenders: torch's layer, ours
-with eager and with compiled kernels (Triton's on a GPU), and the paper's formulas as they read, left to autograd. With
---channels-last one more: the compiled kernels on the same values in contiguous memory.
+Each shape is timed in rounds, in which every contender takes its turn, so that whatever else the
+machine does falls on all of them; the figures are medians over the rounds, and ratios are of the
+same round. Contenders: torch's layer, ours with eager and with compiled kernels (Triton's on a
+GPU), and the paper's formulas as they read, left to autograd. With --channels-last one more: the
+compiled kernels on the same values in contiguous memory.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ SHAPES = {  # network: (kind, shape at the batch size given by --batch)
         ("batch", (128, 28, 28)),
         ("batch", (2048, 7, 7)),
     ],
-    "efficientnet_b0": [("batch", (32, 112, 112)), ("batch", (144, 56, 56)), ("batch", (672, 14, 14))],
+    "efficientnet_b0": [
+        ("batch", (32, 112, 112)),
+        ("batch", (144, 56, 56)),
+        ("batch", (672, 14, 14)),
+    ],
     "vit_tiny": [("layer", (197, 192))],
     "vit_base": [("layer", (197, 768))],
     "resnet50 of groups": [("group", (256, 56, 56))],
@@ -44,7 +50,9 @@ SHAPES = {  # network: (kind, shape at the batch size given by --batch)
 class Plain(nn.Module):
     """Algorithm 1 of Eftekhari & Papyan (2025) as it reads, its gradients left to autograd."""
 
-    def __init__(self, channels: int, dims: tuple[int, ...], groups: int, noise: float, eps: float = 1e-5) -> None:
+    def __init__(
+        self, channels: int, dims: tuple[int, ...], groups: int, noise: float, eps: float = 1e-5
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
@@ -55,7 +63,9 @@ class Plain(nn.Module):
         shape, dims = x.shape, self.dims
         if self.groups:
             x = x.unflatten(1, (self.groups, -1))
-        h = (x - x.mean(dims, True)) / torch.sqrt(x.var(dims, correction=0, keepdim=True) + self.eps)
+        h = (x - x.mean(dims, True)) / torch.sqrt(
+            x.var(dims, correction=0, keepdim=True) + self.eps
+        )
         lmbda = self.estimate(h)
         y = torch.where(h >= 0, power(h.clamp_min(0), lmbda), -power(-h.clamp_max(0), 2 - lmbda))
         if self.training and self.noise:
@@ -78,15 +88,27 @@ class Plain(nn.Module):
 def power(h: Tensor, p: Tensor) -> Tensor:
     """((1 + h)^p - 1) / p, with its limit at p = 0."""
     zero = p.abs() < 1e-6
-    return torch.where(zero, torch.log1p(h), ((1 + h) ** torch.where(zero, 1.0, p) - 1) / torch.where(zero, 1.0, p))
+    return torch.where(
+        zero, torch.log1p(h), ((1 + h) ** torch.where(zero, 1.0, p) - 1) / torch.where(zero, 1.0, p)
+    )
 
 
-def contenders(kind: str, channels: int, noise: float) -> tuple[nn.Module, nn.Module, nn.Module | None]:
+def contenders(
+    kind: str, channels: int, noise: float
+) -> tuple[nn.Module, nn.Module, nn.Module | None]:
     """Torch's layer, ours, and the plain formulas where there are any."""
     if kind == "batch":
-        return nn.BatchNorm2d(channels), BatchNormalNorm2d(channels, noise=noise), Plain(channels, (0, 2, 3), 0, noise)
+        return (
+            nn.BatchNorm2d(channels),
+            BatchNormalNorm2d(channels, noise=noise),
+            Plain(channels, (0, 2, 3), 0, noise),
+        )
     if kind == "layer":
-        return nn.LayerNorm(channels), LayerNormalNorm(channels, noise=noise), Plain(channels, (2,), 0, noise)
+        return (
+            nn.LayerNorm(channels),
+            LayerNormalNorm(channels, noise=noise),
+            Plain(channels, (2,), 0, noise),
+        )
     if kind == "group":
         return (
             nn.GroupNorm(32, channels),
@@ -150,7 +172,9 @@ def append(path: Path, head: list[str], rows: list[list[object]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--channels-last", action="store_true")
@@ -182,23 +206,42 @@ def main() -> None:
                 plain_x = x.detach().contiguous().requires_grad_()
                 runs[f"{fast}, contiguous"] = step(ours, plain_x, grad.contiguous(), fast)
             if kind != "proxy":
-                runs |= {"eager": step(ours, x, grad, "eager"), "plain": step(plain, x, grad, "eager")}
+                runs |= {
+                    "eager": step(ours, x, grad, "eager"),
+                    "plain": step(plain, x, grad, "eager"),
+                }
             times = measure(runs, args.repeats)
             for name in runs:
                 middle, low, high = ratio(times, name, "torch")
                 milliseconds = 1e3 * statistics.median(times[name])
                 layout = "channels_last" if other_layout else "contiguous"
-                row = [network, kind, "x".join(map(str, shape)), layout, args.dtype, args.noise, name]
-                rows.append([*row, f"{milliseconds:.2f}", f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}"])
+                row = [
+                    network,
+                    kind,
+                    "x".join(map(str, shape)),
+                    layout,
+                    args.dtype,
+                    args.noise,
+                    name,
+                ]
+                rows.append(
+                    [*row, f"{milliseconds:.2f}", f"{middle:.2f}", f"{low:.2f}", f"{high:.2f}"]
+                )
                 print(*rows[-1], sep="\t", flush=True)
             if other_layout:
                 found = ratio(times, fast, f"{fast}, contiguous")
-                rows.append([*row[:-1], f"{fast} / contiguous", "", *(f"{number:.2f}" for number in found)])
+                rows.append(
+                    [*row[:-1], f"{fast} / contiguous", "", *(f"{number:.2f}" for number in found)]
+                )
                 print(*rows[-1], sep="\t", flush=True)
             if args.out:
                 head = ["network", "kind", "shape", "layout", "dtype", "noise", "kernels"]
                 head += ["ms forward+backward", "ratio to torch", "quartile", "quartile", "machine"]
-                append(args.out, head, [[*row, machine(args.device)] for row in rows[-len(runs) - other_layout :]])
+                append(
+                    args.out,
+                    head,
+                    [[*row, machine(args.device)] for row in rows[-len(runs) - other_layout :]],
+                )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Check on a CPU what the two papers claim: collapse by depth, the Newton step, Gaussianity and noise after training.
+"""Check on a CPU what the two papers claim: collapse by depth, the Newton step, Gaussianity and
+noise after training.
 
     python benchmarks/paper_checks.py               everything, about ten minutes on 2 cores
     python benchmarks/paper_checks.py --only newton
@@ -33,7 +34,9 @@ from retrofit.layers import ProxyNorm, yeo_johnson
 from retrofit.networks.models import open_model
 
 DEPTH, WIDTH, SIDE, IMAGES = 200, 192, 8, 64
-RHO = 1.04 / 1.08  # gamma^2 / (gamma^2 + beta^2) of the random nets: gamma ~ N(1, 0.2^2), beta ~ N(0, 0.2^2)
+RHO = (
+    1.04 / 1.08
+)  # gamma^2 / (gamma^2 + beta^2) of the random nets: gamma ~ N(1, 0.2^2), beta ~ N(0, 0.2^2)
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,20 @@ def agrees(holds: bool, otherwise: str = "differs") -> str:
 
 
 def random_net(norm: str, seed: int) -> Iterator[tuple[int, float, float, float]]:
-    """Yield depth, P1, P2 + P3 + P4 and the activation's linearity of a net of Labatie et al.'s definition 1."""
+    """Yield depth, P1, P2 + P3 + P4 and the activation's linearity of a net of Labatie et al.'s
+    definition 1.
+    """
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(IMAGES, 3, SIDE, SIDE, generator=generator).cumsum(2).cumsum(3)  # smooth, as images are
+    x = (
+        torch.randn(IMAGES, 3, SIDE, SIDE, generator=generator).cumsum(2).cumsum(3)
+    )  # smooth, as images are
     x = x + 2 * torch.randn(IMAGES, 3, 1, 1, generator=generator)
     for depth in range(1, DEPTH + 1):
         fan_in = x.shape[1] * 9
         kernel = torch.empty(WIDTH, x.shape[1], 3, 3)
-        nn.init.trunc_normal_(kernel, std=fan_in**-0.5, a=-2 * fan_in**-0.5, b=2 * fan_in**-0.5, generator=generator)
+        nn.init.trunc_normal_(
+            kernel, std=fan_in**-0.5, a=-2 * fan_in**-0.5, b=2 * fan_in**-0.5, generator=generator
+        )
         x = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), kernel)
         dims = {"bn": (0, 2, 3), "in": (2, 3), "ln": (1, 2, 3), "ln-pn": (1, 2, 3)}[norm]
         var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
@@ -69,7 +78,9 @@ def random_net(norm: str, seed: int) -> Iterator[tuple[int, float, float, float]
         z = y * affine.weight.view(1, -1, 1, 1) + affine.bias.view(1, -1, 1, 1)
         power, linearity = PowerMeter(), LinearityMeter()
         power.update(y.flatten(2))
-        activation = ProxyNorm(nn.ReLU(), WIDTH, norm=affine, eps=0.03) if norm == "ln-pn" else nn.ReLU()
+        activation = (
+            ProxyNorm(nn.ReLU(), WIDTH, norm=affine, eps=0.03) if norm == "ln-pn" else nn.ReLU()
+        )
         x = activation(z)
         linearity.update(z.flatten(2), x.flatten(2))
         found = power.result()
@@ -108,7 +119,9 @@ def _newton_lmbda(h: torch.Tensor, steps: int) -> float:
 
     def loss(lmbda: torch.Tensor) -> torch.Tensor:
         psi = yeo_johnson(h, lmbda)
-        return (psi - psi.mean()).square().mean().log() / 2 - (lmbda - 1) * (h.sign() * h.abs().log1p()).mean()
+        return (psi - psi.mean()).square().mean().log() / 2 - (lmbda - 1) * (
+            h.sign() * h.abs().log1p()
+        ).mean()
 
     slope, lmbda = torch.func.grad(loss), torch.ones((), dtype=h.dtype)
     for _ in range(steps):
@@ -133,7 +146,9 @@ def newton() -> list[Row]:
     series = []
     for name, values in laws.items():
         h = (values - values.mean()) / values.std()
-        best = optimize.minimize_scalar(lambda lmbda, h=h: -stats.yeojohnson_llf(lmbda, h), bounds=(-4, 6)).x
+        best = optimize.minimize_scalar(
+            lambda lmbda, h=h: -stats.yeojohnson_llf(lmbda, h), bounds=(-4, 6)
+        ).x
         for steps, gain in gains.items():
             estimate = _newton_lmbda(torch.from_numpy(h), steps)
             start, found, top = (stats.yeojohnson_llf(value, h) for value in (1.0, estimate, best))
@@ -143,7 +158,10 @@ def newton() -> list[Row]:
         series.append((abs(best - 1), *_series_error(h)))
     near = max(error for _, error, _ in series)
     far = max(error for _, _, error in series)
-    each = {steps: ", ".join(f"{name} {gain:.1%}" for name, gain in found.items()) for steps, found in gains.items()}
+    each = {
+        steps: ", ".join(f"{name} {gain:.1%}" for name, gain in found.items())
+        for steps, found in gains.items()
+    }
     return [
         Row(
             "NN appendix E: the negative log-likelihood is close to its quadratic series about lambda = 1",
@@ -167,7 +185,9 @@ def newton() -> list[Row]:
 
 
 def _series_error(h: np.ndarray) -> tuple[float, float]:
-    """Largest distance a value between the likelihood and its quadratic series, near lambda = 1 and farther."""
+    """Largest distance a value between the likelihood and its quadratic series, near lambda = 1 and
+    farther.
+    """
     step = 1e-3
     low, middle, high = (-stats.yeojohnson_llf(1 + d, h) / len(h) for d in (-step, 0.0, step))
     slope, curvature = (high - low) / (2 * step), (high - 2 * middle + low) / step**2
@@ -181,15 +201,22 @@ def _series_error(h: np.ndarray) -> tuple[float, float]:
 
 
 def trained() -> list[Row]:
-    """Figures 6 and 11 and table 4 of Eftekhari and Papyan, on a small network trained from scratch on digits."""
+    """Figures 6 and 11 and table 4 of Eftekhari and Papyan, on a small network trained from scratch
+    on digits.
+    """
     start, bn, bnn = (_train(to) for to in ("none", None, "bnn"))
     noised = _train("bnn", alpha=0.0)
     better = sum((b.r2 or 0) > (a.r2 or 0) for a, b in zip(bn.layers, bnn.layers, strict=True))
-    ends = {name: fmean(f.errors[-1] / f.errors[0] for f in found.noise) for name, found in (("BN", bn), ("BNN", bnn))}
+    ends = {
+        name: fmean(f.errors[-1] / f.errors[0] for f in found.noise)
+        for name, found in (("BN", bn), ("BNN", bnn))
+    }
     networks = {"BN": bn, "BN with the same noise in training": noised, "BNN": bnn}
     kept = {name: found.input_noise[3].top1 or 0.0 for name, found in networks.items()}
     rival = max(value for name, value in kept.items() if name != "BNN")
-    error = sum(value * (100 - value) / bnn.images for value in (kept["BNN"], rival)) ** 0.5  # standard, in points
+    error = (
+        sum(value * (100 - value) / bnn.images for value in (kept["BNN"], rival)) ** 0.5
+    )  # standard, in points
     level = bn.input_noise[3].level
     return [
         Row(
@@ -209,8 +236,12 @@ def trained() -> list[Row]:
         ),
         Row(
             f"NN table 4: more accurate than BN under noise on the images (top-1 at {level:g})",
-            ", ".join(f"{name} {value:.1f}%" for name, value in kept.items()) + f" of {bnn.images} images",
-            agrees(kept["BNN"] - rival > 2 * error, f"not seen ({kept['BNN'] - rival:+.1f} ± {error:.1f})"),
+            ", ".join(f"{name} {value:.1f}%" for name, value in kept.items())
+            + f" of {bnn.images} images",
+            agrees(
+                kept["BNN"] - rival > 2 * error,
+                f"not seen ({kept['BNN'] - rival:+.1f} ± {error:.1f})",
+            ),
         ),
     ]
 
@@ -220,7 +251,8 @@ def _r2(found: Diagnosis) -> float:
 
 
 def _train(to: str | None, alpha: float = 1.0) -> Diagnosis:
-    """Train resnet10t on the digits with BN, or with BNN and the paper's noise; "none" does not train.
+    """Train resnet10t on the digits with BN, or with BNN and the paper's noise; "none" does not
+    train.
 
     With `alpha` 0 BNN is BN with its noise.
     """
@@ -231,32 +263,49 @@ def _train(to: str | None, alpha: float = 1.0) -> Diagnosis:
         network.model, _ = retrofit.convert(network.model, "bnn", alpha=alpha)
         retrofit.set_strength(network.model, 1.0)
     if to != "none":
-        settings = {"epochs": 15, "strength_sched": "off"} | ({"noise": 0.4, "noise_start": 0.0} if to else {})
+        settings = {"epochs": 15, "strength_sched": "off"} | (
+            {"noise": 0.4, "noise_start": 0.0} if to else {}
+        )
         with tempfile.TemporaryDirectory() as folder:
             finetune(network, load_recipe("digits", settings), Path(folder))
     data = open_images(None, dataset="digits", channels=3)
     return diagnose(network.model, sample_loader(data, network.preprocess, 300, 30))
 
 
-CHECKS: dict[str, Callable[[], list[Row]]] = {"collapse": collapse, "newton": newton, "trained": trained}
+CHECKS: dict[str, Callable[[], list[Row]]] = {
+    "collapse": collapse,
+    "newton": newton,
+    "trained": trained,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=CHECKS, action="append", help="run this part alone; repeatable")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "paper_checks.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=CHECKS, action="append", help="run this part alone; repeatable"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "paper_checks.md"
+    )
     args = parser.parse_args()
     rows: list[Row] = []
     for name in args.only or CHECKS:
         found = CHECKS[name]()
         rows += found
-        print("\n".join(f"{row.claim}\n    {row.found}: {row.verdict}" for row in found), flush=True)
+        print(
+            "\n".join(f"{row.claim}\n    {row.found}: {row.verdict}" for row in found), flush=True
+        )
     lines = [
         f"{platform.machine()} CPU, torch {torch.__version__}; one seed",
         "",
         "| claim | here | |",
         "|---|---|---|",
-        *(" | ".join(["", *(cell.replace("|", r"\|") for cell in astuple(row)), ""]).strip() for row in rows),
+        *(
+            " | ".join(["", *(cell.replace("|", r"\|") for cell in astuple(row)), ""]).strip()
+            for row in rows
+        ),
     ]
     args.out.write_text("\n".join(lines) + "\n")
 

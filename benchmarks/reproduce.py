@@ -1,24 +1,27 @@
-"""Tables 1 and 2 and figures 2 to 4 of Eftekhari & Papyan, in miniature on two cores, or whole on a GPU.
+"""Tables 1 and 2 and figures 2 to 4 of Eftekhari & Papyan, in miniature on two cores, or whole on a
+GPU.
 
-    python benchmarks/reproduce.py --train train.tar --test test.tar                 the miniature, hours of a core
-    python benchmarks/reproduce.py --train train.tar --test test.tar --parts figure-4 figure-2 figure-3
-    python benchmarks/reproduce.py --train train.tar --test test.tar --full --device cuda
-    python benchmarks/reproduce.py --table
+    python benchmarks/reproduce.py --train train.tar --test test.tar                 the miniature,
+    hours of a core python benchmarks/reproduce.py --train train.tar --test test.tar --parts
+    figure-4 figure-2 figure-3 python benchmarks/reproduce.py --train train.tar --test test.tar
+    --full --device cuda python benchmarks/reproduce.py --table
 
-train and test are tars with one folder a class, CIFAR-10 of 32 px. The settings are those of the authors' code
-(github.com/DanielEftekhari/normality-normalization): He's first weights, SGD with 0.1, divided by 10 after 60, 120 and
-180 of 200 epochs, momentum 0.9, weight decay 5e-4 on all parameters, batches of 128, no augmentation; for the ViT patch
-4, AdamW with 1e-3, weight decay 0.05 on all parameters, batches of 32. --full has their length and networks: ResNet-18
-with a 3x3 stem and no pooling; a ViT of 8 layers, 768/2304, with their augmentation, MixUp and warm restarts.
+train and test are tars with one folder a class, CIFAR-10 of 32 px. The settings are those of the
+authors' code (github.com/DanielEftekhari/normality-normalization): He's first weights, SGD with
+0.1, divided by 10 after 60, 120 and 180 of 200 epochs, momentum 0.9, weight decay 5e-4 on all
+parameters, batches of 128, no augmentation; for the ViT patch 4, AdamW with 1e-3, weight decay 0.05
+on all parameters, batches of 32. --full has their length and networks: ResNet-18 with a 3x3 stem
+and no pooling; a ViT of 8 layers, 768/2304, with their augmentation, MixUp and warm restarts.
 
-The miniature has ResNet-20 (16 to 64 channels) and a ViT of 4 layers of 128/384, for 10 epochs, with the steps after 3,
-6 and 9, and one cosine for the ViT. Every arm is trained as the authors do, and with RandomCrop (padding 4) and
-mirroring. The figures vary the batch size, the width and the depth of a ResNet-8 that is trained for 5 epochs on
-5,000 pictures. Other batch sizes have their learning rate in proportion, of which the paper says nothing.
+The miniature has ResNet-20 (16 to 64 channels) and a ViT of 4 layers of 128/384, for 10 epochs,
+with the steps after 3, 6 and 9, and one cosine for the ViT. Every arm is trained as the authors do,
+and with RandomCrop (padding 4) and mirroring. The figures vary the batch size, the width and the
+depth of a ResNet-8 that is trained for 5 epochs on 5,000 pictures. Other batch sizes have their
+learning rate in proportion, of which the paper says nothing.
 
-A seed decides the first weights, which pictures the figures take, their order, their augmentation and the noise; all
-arms share them. Each finished run is a line of reproduce.jsonl, and a run that was stopped goes on from its last epoch
-(--state).
+A seed decides the first weights, which pictures the figures take, their order, their augmentation
+and the noise; all arms share them. Each finished run is a line of reproduce.jsonl, and a run that
+was stopped goes on from its last epoch (--state).
 """
 
 from __future__ import annotations
@@ -66,12 +69,21 @@ BATCH, LAYER = ("bn", "bn-noise", "bnn-quiet", "bnn"), ("ln", "ln-noise", "lnn")
 RESNET = {"network": "resnet", "width": 16, "depth": 20, "batch": 128, "lr": 0.1, "epochs": 10}
 SMALL = {**RESNET, "depth": 8, "epochs": 5, "augment": False, "images": 5000}
 VIT = {"network": "vit", "width": 128, "depth": 4, "batch": 32, "lr": 1e-3, "epochs": 10}
-FULL_RESNET = {"network": "resnet18", "width": 64, "depth": 18, "batch": 128, "lr": 0.1, "epochs": 200}
+FULL_RESNET = {
+    "network": "resnet18",
+    "width": 64,
+    "depth": 18,
+    "batch": 128,
+    "lr": 0.1,
+    "epochs": 200,
+}
 FULL_VIT = {"network": "vit", "width": 768, "depth": 8, "batch": 32, "lr": 1e-3, "epochs": 200}
 
 
 def wanted(parts: Sequence[str], seeds: Sequence[int]) -> Iterator[Key]:
-    """Give what tells each run from the others, in the order of running: a seed of every arm, then the next seed."""
+    """Give what tells each run from the others, in the order of running: a seed of every arm, then
+    the next seed.
+    """
     for part in parts:
         for seed in seeds:
             for changes, arms in _part(part):
@@ -86,10 +98,15 @@ def _part(name: str) -> list[tuple[Key, Sequence[str]]]:
             for augment in (False, True)
             for base, arms in ((RESNET, BATCH), (VIT, LAYER))
         ],
-        "figure-4": [({**SMALL, "batch": batch, "lr": 0.1 * batch / 128}, pair) for batch in (128, 32, 8, 2)],
+        "figure-4": [
+            ({**SMALL, "batch": batch, "lr": 0.1 * batch / 128}, pair) for batch in (128, 32, 8, 2)
+        ],
         "figure-2": [({**SMALL, "width": width}, pair) for width in (4, 8, 16, 32)],
         "figure-3": [({**SMALL, "depth": depth}, pair) for depth in (8, 14, 20)],
-        "full": [({**FULL_RESNET, "augment": False}, BATCH), ({**FULL_VIT, "augment": True}, LAYER)],
+        "full": [
+            ({**FULL_RESNET, "augment": False}, BATCH),
+            ({**FULL_VIT, "augment": True}, LAYER),
+        ],
     }[name]
 
 
@@ -97,9 +114,18 @@ def build(key: Key, classes: int) -> nn.Module:
     """Build a run's network, at full strength."""
     torch.manual_seed(key["seed"])
     if key["network"] == "vit":
-        shape = {"embed_dim": key["width"], "depth": key["depth"], "num_heads": 8 if key["width"] > 128 else 4}
+        shape = {
+            "embed_dim": key["width"],
+            "depth": key["depth"],
+            "num_heads": 8 if key["width"] > 128 else 4,
+        }
         model = timm.create_model(
-            "vit_tiny_patch16_224", num_classes=classes, img_size=32, patch_size=4, mlp_ratio=3.0, **shape
+            "vit_tiny_patch16_224",
+            num_classes=classes,
+            img_size=32,
+            patch_size=4,
+            mlp_ratio=3.0,
+            **shape,
         )
     else:
         model = (
@@ -148,7 +174,9 @@ class Data:
         self.device = device
 
     def batches(self, key: Key, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give an epoch's whole batches, the same for every arm; labels are shares of classes after MixUp."""
+        """Give an epoch's whole batches, the same for every arm; labels are shares of classes after
+        MixUp.
+        """
         generator = torch.Generator().manual_seed(1000 * key["seed"] + epoch)
         full = key["epochs"] == FULL_VIT["epochs"]
         with torch.random.fork_rng(devices=[]):
@@ -190,7 +218,9 @@ def crop_and_flip(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def mix_up(images: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Mix each picture with the one before it, in a share that is uniform from 0 to 1 (torchvision's MixUp)."""
+    """Mix each picture with the one before it, in a share that is uniform from 0 to 1
+    (torchvision's MixUp).
+    """
     share, shares = float(torch.rand(())), torch.nn.functional.one_hot(labels, classes).float()
     return images.lerp(images.roll(1, 0), 1 - share), shares.lerp(shares.roll(1, 0), 1 - share)
 
@@ -199,7 +229,11 @@ def run(key: Key, data: Data, state: Path, until: float) -> dict[str, Any]:
     """Train a run to its end, from its last finished epoch if it was stopped, and return its line."""
     model = build(key, int(data.labels.max()) + 1).to(data.device)
     kind: Any = torch.optim.AdamW if key["network"] == "vit" else torch.optim.SGD
-    settings = {"weight_decay": 0.05} if key["network"] == "vit" else {"weight_decay": 5e-4, "momentum": 0.9}
+    settings = (
+        {"weight_decay": 0.05}
+        if key["network"] == "vit"
+        else {"weight_decay": 5e-4, "momentum": 0.9}
+    )
     optimizer = kind(model.parameters(), key["lr"], **settings)
     torch.manual_seed(key["seed"])
     begin, seconds, curve = 0, 0.0, []
@@ -230,11 +264,21 @@ def run(key: Key, data: Data, state: Path, until: float) -> dict[str, Any]:
         seconds += time.process_time() - began
         measured = measure(model, data.test, data.answers)
         curve.append(round(measured["top1"], 2))
-        print(f"epoch {epoch + 1}: loss {torch.stack(losses).mean():.3f}, top-1 {curve[-1]}", flush=True)
-        kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+        print(
+            f"epoch {epoch + 1}: loss {torch.stack(losses).mean():.3f}, top-1 {curve[-1]}",
+            flush=True,
+        )
+        kept = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+        }
         if data.device != "cpu":
             kept["random_cuda"] = torch.cuda.get_rng_state()
-        torch.save({**kept, "epoch": epoch + 1, "seconds": seconds, "curve": curve}, path.with_suffix(".part"))
+        torch.save(
+            {**kept, "epoch": epoch + 1, "seconds": seconds, "curve": curve},
+            path.with_suffix(".part"),
+        )
         path.with_suffix(".part").replace(path)
     measured = measured or measure(model, data.test, data.answers)
     return {
@@ -267,19 +311,28 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         title = f"{now['network']}, width {now['width']}, depth {now['depth']}, batches of {now['batch']}"
         how = "RandomCrop and mirroring" if now["augment"] else "no augmentation"
         text += ["", f"## {title}, {how}", ""]
-        text += [f"{now['images']:,} pictures, {now['epochs']} epochs, learning rate {now['lr']:g}.", ""]
+        text += [
+            f"{now['images']:,} pictures, {now['epochs']} epochs, learning rate {now['lr']:g}.",
+            "",
+        ]
         found = {arm: [line for line in own if line["arm"] == arm] for arm in ARMS}
-        found = {arm: sorted(runs, key=lambda one: one["seed"]) for arm, runs in found.items() if runs}
+        found = {
+            arm: sorted(runs, key=lambda one: one["seed"]) for arm, runs in found.items() if runs
+        }
         others = [arm for arm in found if arm in ("bn", "bn-noise", "ln", "ln-noise")]
         heads = "".join(f" | minus {ARMS[arm][0]}" for arm in others)
         text += [f"| network | top-1 of each seed | mean{heads} | best epoch | CPU s |"]
         text += ["|" + "---|" * (5 + len(others))]
         for arm, runs in found.items():
             each = ", ".join(f"{one['test']:.1f}" for one in runs)
-            gains = "".join(f" | {'' if arm == other else paired(runs, found[other])}" for other in others)
+            gains = "".join(
+                f" | {'' if arm == other else paired(runs, found[other])}" for other in others
+            )
             best = statistics.fmean(max(one["curve"]) for one in runs)
             work = statistics.fmean(one["cpu_seconds"] for one in runs)
-            text += [f"| {ARMS[arm][0]} | {each} | {spread(runs)}{gains} | {best:.1f} | {work:.0f} |"]
+            text += [
+                f"| {ARMS[arm][0]} | {each} | {spread(runs)}{gains} | {best:.1f} | {work:.0f} |"
+            ]
     return "\n".join(text) + "\n"
 
 
@@ -295,7 +348,9 @@ def reproduce(args: argparse.Namespace, parts: Sequence[str]) -> None:
     pool, test = read_tar(args.train), read_tar(args.test)
     for key in wanted(parts, args.seeds):
         own = {"images": len(pool), **key}
-        if any(all(line[name] == value for name, value in own.items()) for line in finished(args.out)):
+        if any(
+            all(line[name] == value for name, value in own.items()) for line in finished(args.out)
+        ):
             continue
         print(key, flush=True)
         train = draw(pool, key["images"], key["seed"]) if "images" in key else pool
@@ -309,28 +364,44 @@ def full(train: str, test: str, minutes: float, device: str = "cuda") -> None:
     """Make, or go on with, the runs of tables 1 and 2 at the authors' size, for some minutes."""
     state, until = Path("reproduce-state"), time.time() + 60 * minutes
     seeds = list(range(6))  # as many as the paper's
-    args = argparse.Namespace(train=train, test=test, device=device, seeds=seeds, state=state, until=until)
+    args = argparse.Namespace(
+        train=train, test=test, device=device, seeds=seeds, state=state, until=until
+    )
     args.out = RESULTS / "reproduce.jsonl"
     reproduce(args, ["full"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="write the table from the recorded runs, train nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="write the table from the recorded runs, train nothing"
+    )
     parser.add_argument("--train", metavar="TAR")
     parser.add_argument("--test", metavar="TAR")
     parser.add_argument(
-        "--parts", nargs="+", default=["tables"], choices=["tables", "figure-4", "figure-2", "figure-3"]
+        "--parts",
+        nargs="+",
+        default=["tables"],
+        choices=["tables", "figure-4", "figure-2", "figure-3"],
     )
-    parser.add_argument("--full", action="store_true", help="the authors' networks and 200 epochs, for a GPU")
+    parser.add_argument(
+        "--full", action="store_true", help="the authors' networks and 200 epochs, for a GPU"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--until", type=float, default=float("inf"), help="begin no epoch after this time, in Unix seconds"
+        "--until",
+        type=float,
+        default=float("inf"),
+        help="begin no epoch after this time, in Unix seconds",
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduce.jsonl")
-    parser.add_argument("--state", type=Path, default=Path("reproduce-state"), help="folder for unfinished runs")
+    parser.add_argument(
+        "--state", type=Path, default=Path("reproduce-state"), help="folder for unfinished runs"
+    )
     args = parser.parse_args()
     if args.table:
         args.out.with_suffix(".md").write_text(table(finished(args.out)))

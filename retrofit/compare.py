@@ -1,4 +1,6 @@
-"""Are two networks the same function? Both answer the same inputs, and every tensor in the answers counts."""
+"""Are two networks the same function? Both answer the same inputs, and every tensor in the answers
+counts.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +19,18 @@ from retrofit.utils.running import hooked, undisturbed
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4
-_SAMPLES = 4096  # elements kept of each layer's output: all of it would be gigabytes for a large network
-NO_NUMBERS = "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
-_BY_SHARE = attrgetter("share", "scale")  # of two comparisons, which differs more
-_ROUNDING = 8 * torch.finfo(torch.float32).eps  # of the layers' largest value: what float32 leaves of zero
+_SAMPLES = (
+    # elements kept of each layer's output: all of it would be gigabytes for a large network
+    4096
+)
+NO_NUMBERS = (
+    "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
+)
+# of two comparisons, which differs more
+_BY_SHARE = attrgetter("share", "scale")
+_ROUNDING = (
+    8 * torch.finfo(torch.float32).eps
+)  # of the layers' largest value: what float32 leaves of zero
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,13 @@ class Comparison:
     """The largest difference between the answers of two networks.
 
     Attributes:
-        max_abs_diff: Largest absolute difference; inf where shapes differ, or only one side is NaN or infinite. Of
-            several tensors, this and `scale` are those of the one that differs most for its scale.
+        max_abs_diff: Largest absolute difference; inf where shapes differ, or only one side is NaN
+            or infinite. Of several tensors, this and `scale` are those of the one that differs most
+            for its scale.
         scale: Largest finite absolute value that the reference gave there.
         tolerance: Largest share of `scale` that passes.
-        top1_agreement: Share of the samples with the same highest score; None where the answers are no scores.
+        top1_agreement: Share of the samples with the same highest score; None where the answers are
+            no scores.
         where: The layer that the figures belong to; empty for the network's output.
         batches: Sizes of the batches that both answered.
         compared: How many finite elements were compared.
@@ -61,7 +73,13 @@ class Comparison:
     @property
     def share(self) -> float:
         """The difference as a share of the scale (0 for 0 of 0)."""
-        return 0.0 if self.max_abs_diff == 0 else self.max_abs_diff / self.scale if self.scale else math.inf
+        return (
+            0.0
+            if self.max_abs_diff == 0
+            else self.max_abs_diff / self.scale
+            if self.scale
+            else math.inf
+        )
 
     def problem(self, what: str = "the converted network is not the function of its source") -> str:
         """Return a sentence on the difference; empty where there is none, or nothing was compared."""
@@ -85,8 +103,12 @@ class ComparisonError(RetrofitError):
 
     def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
         self.comparison = comparison
-        difference = f"by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}"
-        super().__init__(str(comparison) if comparison.not_checked else f"{what} {difference}; {advice}")
+        difference = (
+            f"by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}"
+        )
+        super().__init__(
+            str(comparison) if comparison.not_checked else f"{what} {difference}; {advice}"
+        )
 
 
 _Outputs = list[list[Tensor]]
@@ -94,16 +116,25 @@ _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
 
 
 def _run(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> tuple[_Outputs, _Layers]:
-    """Return what a network answers to each call, and by layer the shape and some elements of all that it puts out."""
+    """Return what a network answers to each call, and by layer the shape and some elements of all
+    that it puts out.
+    """
     kept: _Layers = {name: [] for name in layers}
 
-    def keep(layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+    def keep(
+        layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any
+    ) -> None:
         if called is not layer or not isinstance(output, Tensor):
-            return  # a converted layer has its source's hooks, in one table with it
+            # a converted layer has its source's hooks, in one table with it
+            return
         flat = output.flatten()
         if len(flat) > _SAMPLES:
             generator = torch.Generator().manual_seed(0)
-            flat = flat[torch.randint(len(flat), (_SAMPLES,), generator=generator, device="cpu").to(flat.device)]
+            flat = flat[
+                torch.randint(len(flat), (_SAMPLES,), generator=generator, device="cpu").to(
+                    flat.device
+                )
+            ]
         kept[name].append((output.shape, _kept(flat)))
 
     watched = [(model.get_submodule(name), name) for name in kept]
@@ -113,21 +144,32 @@ def _run(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> tuple[_Out
 
 
 class Reference:
-    """What a network answers, to compare others with; a RetrofitError says that it takes none of the calls.
+    """What a network answers, to compare others with; a RetrofitError says that it takes none of
+    the calls.
 
-    The network is evaluated; its modes, its buffers and the random state are left as they were. Calls that it refuses
-    are left out. Of torchvision's detectors the backbone and the heads are compared, each fed what it was fed here.
+    The network is evaluated; its modes, its buffers and the random state are left as they were.
+    Calls that it refuses are left out. Of torchvision's detectors the backbone and the heads are
+    compared, each fed what it was fed here.
 
-    `tolerance` is the largest share of an output's scale that passes; rounding of a lower precision is added. The
-    outputs of `layers` are compared too, by sample: a freshly initialised network often multiplies a whole branch by
-    zero, of which its output alone proves nothing.
+    `tolerance` is the largest share of an output's scale that passes; rounding of a lower precision
+    is added. The outputs of `layers` are compared too, by sample: a freshly initialised network
+    often multiplies a whole branch by zero, of which its output alone proves nothing.
     """
 
     def __init__(
-        self, model: nn.Module, calls: Sequence[Call], *, tolerance: float = TOLERANCE, layers: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        calls: Sequence[Call],
+        *,
+        tolerance: float = TOLERANCE,
+        layers: Iterable[str] = (),
     ) -> None:
-        self.calls: list[Call] = []  # those that the network took
-        self.parts: list[Call] = []  # those that are compared: the same, or those of a detector's parts
+        # those that the network took
+        self.calls: list[Call] = []
+        self.parts: list[
+            Call
+            # those that are compared: the same, or those of a detector's parts
+        ] = []
         self._outputs: _Outputs = []
         self._layers: _Layers = {name: [] for name in layers}
         refusals: list[Exception] = []
@@ -136,7 +178,8 @@ class Reference:
                 try:
                     parts = stages(model, call)
                     outputs, kept = _run(model, parts, self._layers)
-                except Exception as error:  # anything may come out of a network's own code
+                # anything may come out of a network's own code
+                except Exception as error:
                     refusals.append(error)
                     continue
                 self.calls.append(call)
@@ -150,10 +193,13 @@ class Reference:
             ) from refusals[0]
         self.batches = tuple(call.batch for call in self.calls)
         tensors = [tensor for answer in self._outputs for tensor in answer]
-        self.not_checked = _nothing_to_compare(tensors)  # why there is nothing to compare with
+        # why there is nothing to compare with
+        self.not_checked = _nothing_to_compare(tensors)
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
         dtype = next((tensor.dtype for tensor in tensors), torch.float32)
-        self.tolerance = max(tolerance, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
+        self.tolerance = max(
+            tolerance, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        )
 
     @property
     def shapes(self) -> dict[str, list[torch.Size]]:
@@ -163,17 +209,23 @@ class Reference:
     @property
     def classifies(self) -> bool:
         """Whether the network answers with scores of classes, (N, classes), and nothing else."""
-        return all(_is_scores(part, answer) for part, answer in zip(self.parts, self._outputs, strict=True))
+        return all(
+            _is_scores(part, answer) for part, answer in zip(self.parts, self._outputs, strict=True)
+        )
 
     def compare(self, other: Any, *, layers: bool = True) -> Comparison:
-        """Compare another network, or any function of the same arguments, with this one; a module is left as it was.
+        """Compare another network, or any function of the same arguments, with this one; a module
+        is left as it was.
 
-        Returned is the output that differs most; if the outputs are the same, the first layer that is not; if every
-        output is zero but for rounding (the mean of what is normalized over it), the layer that differs most. Without
-        `layers` only the outputs count. A RetrofitError says that `other` does not take what this network took.
+        Returned is the output that differs most; if the outputs are the same, the first layer that
+        is not; if every output is zero but for rounding (the mean of what is normalized over it),
+        the layer that differs most. Without `layers` only the outputs count. A RetrofitError says
+        that `other` does not take what this network took.
         """
         if self.not_checked:
-            return Comparison(tolerance=self.tolerance, batches=self.batches, not_checked=self.not_checked)
+            return Comparison(
+                tolerance=self.tolerance, batches=self.batches, not_checked=self.not_checked
+            )
         watched = self._layers if layers else {}
         left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
         try:
@@ -182,16 +234,24 @@ class Reference:
         except RetrofitError:
             raise
         except Exception as error:
-            raise RetrofitError(f"the network does not take what it took before ({with_class(error)})") from error
+            raise RetrofitError(
+                f"the network does not take what it took before ({with_class(error)})"
+            ) from error
         # without layers there is nothing else to judge by than the outputs, however small
-        largest = max((scale_of(value) for values in watched.values() for _, value in values), default=0.0)
+        largest = max(
+            (scale_of(value) for values in watched.values() for _, value in values), default=0.0
+        )
         result = self._compare_outputs(outputs, zero=_ROUNDING * largest)
         if not result.differs:
             rows = [self._compare_layer(name, kept[name]) for name in watched]
-            judged_by_layers = max(rows, key=_BY_SHARE, default=result) if result.scale == 0 else result
+            judged_by_layers = (
+                max(rows, key=_BY_SHARE, default=result) if result.scale == 0 else result
+            )
             result = next((row for row in rows if row.differs), judged_by_layers)
         if not result.differs and not result.scale:
-            result = replace(result, not_checked="every output is zero, which proves nothing; check the weights")
+            result = replace(
+                result, not_checked="every output is zero, which proves nothing; check the weights"
+            )
         same = [
             ours[0].argmax(1) == theirs[0].argmax(1)
             for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
@@ -217,7 +277,9 @@ class Reference:
         results = (self._result([(a, b)], name) for (_, a), (_, b) in zip(ours, kept, strict=False))
         return max(results, key=_BY_SHARE, default=Comparison(tolerance=self.tolerance, where=name))
 
-    def _result(self, pairs: list[tuple[Tensor, Tensor]], where: str = "", zero: float = 0.0) -> Comparison:
+    def _result(
+        self, pairs: list[tuple[Tensor, Tensor]], where: str = "", zero: float = 0.0
+    ) -> Comparison:
         """Compare some tensors by one scale; values up to `zero` count as none."""
         gap = max(largest_gap(a, b) for a, b in pairs)
         scale = max(scale_of(a) for a, _ in pairs)
@@ -228,7 +290,8 @@ class Reference:
 
 
 def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and other objects.
+    """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and
+    other objects.
 
     What is in `seen`, by `id`, is left out.
     """
@@ -236,7 +299,10 @@ def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     held: Iterable[Any] = ()
     if isinstance(answer, Tensor):
         yield answer
-    elif isinstance(answer, str | bytes | int | float | nn.Module | type | None) or id(answer) in seen:
+    elif (
+        isinstance(answer, str | bytes | int | float | nn.Module | type | None)
+        or id(answer) in seen
+    ):
         return
     elif isinstance(answer, Mapping):
         held = answer.values()
@@ -252,7 +318,9 @@ def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
 
 def largest_gap(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one side only."""
+    """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one
+    side only.
+    """
     if one.shape != other.shape:
         return math.inf
     a, b = (torch.view_as_real(t).double() if t.is_complex() else t.double() for t in (one, other))
@@ -267,12 +335,19 @@ def scale_of(source: Tensor) -> float:
 
 
 def _kept(value: Tensor) -> Tensor:
-    """Copy a tensor, which may be overwritten later, to where it stays; on the meta device there is nothing to copy."""
+    """Copy a tensor, which may be overwritten later, to where it stays; on the meta device there is
+    nothing to copy.
+    """
     return value.detach() if value.is_meta else value.detach().cpu().clone()
 
 
 def _is_scores(part: Call, answer: list[Tensor]) -> bool:
-    return not part.stage and len(answer) == 1 and answer[0].ndim == 2 and answer[0].is_floating_point()
+    return (
+        not part.stage
+        and len(answer) == 1
+        and answer[0].ndim == 2
+        and answer[0].is_floating_point()
+    )
 
 
 def _nothing_to_compare(outputs: list[Tensor]) -> str:

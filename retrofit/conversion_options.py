@@ -1,7 +1,8 @@
-"""The targets of a conversion and its options, each in one place: its name, values, range, help, and whose it is.
+"""The targets of a conversion and its options, each in one place: its name, values, range, help,
+and whose it is.
 
-From here come the keywords of `retrofit.plan` and `retrofit.convert`, the flags of the command line and the record in a
-plan. Importing this imports no torch, so that `--help` answers at once.
+From here come the keywords of `retrofit.plan` and `retrofit.convert`, the flags of the command line
+and the record in a plan. Importing this imports no torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -36,25 +37,36 @@ CONVERTERS = {
     **dict.fromkeys((*_NORMALITY, "dbn"), "normality"),
     **dict.fromkeys(("evonorm-s0", "frn-tlu"), "baselines"),
 }
-"""Every target, in the order in which they are listed, and the file of its converter in `retrofit/surgery/targets/`."""
+"""Every target, in the order in which they are listed, and the file of its converter in
+`retrofit/surgery/targets/`.
+"""
 
 
 @dataclass(frozen=True)
 class Option:
     """What is known of an option beside its name and type."""
 
-    kind: Any  # int, float, bool, str, or "batches" (images; a folder on the command line)
-    targets: tuple[str, ...]  # those that it means something to
-    help: str  # what it does; names its default
-    words: tuple[str, ...] = ()  # taken instead of a number, or all that a str may be
+    # int, float, bool, str, or "batches" (images; a folder on the command line)
+    kind: Any
+    # those that it means something to
+    targets: tuple[str, ...]
+    # what it does; names its default
+    help: str
+    # taken instead of a number, or all that a str may be
+    words: tuple[str, ...] = ()
     low: float = 0
     high: float = math.inf
-    switch: bool = False  # of a bool: it can only be turned on
+    # of a bool: it can only be turned on
+    switch: bool = False
 
     def problem(self, value: Any) -> str:
         """Return what is wrong with a value, after "NAME must be"; empty if nothing is."""
         if isinstance(value, str) or self.kind is str:
-            taken = f"one of {', '.join(self.words)}" if self.kind is str else " or ".join(("a number", *self.words))
+            taken = (
+                f"one of {', '.join(self.words)}"
+                if self.kind is str
+                else " or ".join(("a number", *self.words))
+            )
             return "" if value in self.words else taken
         if self.kind not in (int, float):
             return ""
@@ -62,7 +74,11 @@ class Option:
             return "a whole number" if self.kind is int else "a number"
         if self.low <= value <= self.high and value < math.inf:
             return ""
-        return f"at least {self.low:g}" if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
+        return (
+            f"at least {self.low:g}"
+            if self.high == math.inf
+            else f"from {self.low:g} to {self.high:g}"
+        )
 
 
 def known_as(kind: Any, targets: tuple[str, ...], help: str, **rest: Any) -> Any:
@@ -72,7 +88,9 @@ def known_as(kind: Any, targets: tuple[str, ...], help: str, **rest: Any) -> Any
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """What the caller asks of a conversion, beyond which layers it concerns. None: the target's default."""
+    """What the caller asks of a conversion, beyond which layers it concerns. None: the target's
+    default.
+    """
 
     groups: int | Literal["auto"] | None = known_as(
         int,
@@ -101,7 +119,10 @@ class ConversionOptions:
         words=("scaled", "unscaled", "gaussian-dropout"),
     )
     alpha: float | None = known_as(
-        float, _NORMALITY, "Degree of gaussianization (default: 1, as in the paper; 0: no transform).", high=1
+        float,
+        _NORMALITY,
+        "Degree of gaussianization (default: 1, as in the paper; 0: no transform).",
+        high=1,
     )
     group_size: int | None = known_as(
         int,
@@ -133,22 +154,35 @@ class ConversionOptions:
     )
 
     def check(self, to: str) -> None:
-        """Raise `UsageError` for an option that is set and means nothing to the target, or is out of range."""
+        """Raise `UsageError` for an option that is set and means nothing to the target, or is out
+        of range.
+        """
         for name, known in OPTIONS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if to not in known.targets:
-                own = ", ".join(f"`{other}`" for other in OPTIONS if to in OPTIONS[other].targets) or "no options"
-                raise UsageError(f"`{name}` means nothing to this target ({to}), which takes {own}; leave it out")
+                own = (
+                    ", ".join(f"`{other}`" for other in OPTIONS if to in OPTIONS[other].targets)
+                    or "no options"
+                )
+                raise UsageError(
+                    f"`{name}` means nothing to this target ({to}), which takes {own}; leave it out"
+                )
             if problem := known.problem(value):
-                raise UsageError(f"`{name}` must be {problem}, not {value!r}; leave it out for the default")
+                raise UsageError(
+                    f"`{name}` must be {problem}, not {value!r}; leave it out for the default"
+                )
         if self.groups is not None and self.group_channels is not None:
-            raise UsageError("`groups` and `group_channels` both say how many groups a layer gets; leave one out")
+            raise UsageError(
+                "`groups` and `group_channels` both say how many groups a layer gets; leave one out"
+            )
 
     def record(self) -> dict[str, Any]:
         """Return what the plan keeps of the options, as JSON values."""
-        return {name: getattr(self, name) for name, known in OPTIONS.items() if known.kind != "batches"}
+        return {
+            name: getattr(self, name) for name, known in OPTIONS.items() if known.kind != "batches"
+        }
 
 
 OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(ConversionOptions)}
@@ -156,14 +190,22 @@ OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields
 
 
 def takes_options(function: Function) -> Function:
-    """Show every option in the signature and the docstring of a function that takes them as `**options`."""
+    """Show every option in the signature and the docstring of a function that takes them as
+    `**options`.
+    """
     own = inspect.signature(function)
     kept = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     shown = [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=one.type)
+        inspect.Parameter(
+            one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=one.type
+        )
         for one in fields(ConversionOptions)
     ]
     function.__signature__ = own.replace(parameters=[*kept, *shown])  # type: ignore[attr-defined]
-    lines = [f"    {name} ({', '.join(known.targets)}): {known.help}" for name, known in OPTIONS.items()]
-    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options, by target:", *lines])
+    lines = [
+        f"    {name} ({', '.join(known.targets)}): {known.help}" for name, known in OPTIONS.items()
+    ]
+    function.__doc__ = "\n".join(
+        [inspect.cleandoc(function.__doc__ or ""), "", "Options, by target:", *lines]
+    )
     return function

@@ -1,7 +1,9 @@
-"""Top-1 and top-5 accuracy of a classifier on labelled images, with its own preprocessing; under attack too.
+"""Top-1 and top-5 accuracy of a classifier on labelled images, with its own preprocessing; under
+attack too.
 
-It may be an exported file, run by ONNX Runtime or OpenVINO, whose images are prepared as its own metadata say.
-Attacks stay within eps of each pixel: FGSM (Goodfellow et al. 2015) and PGD (Madry et al. 2018).
+It may be an exported file, run by ONNX Runtime or OpenVINO, whose images are prepared as its own
+metadata say. Attacks stay within eps of each pixel: FGSM (Goodfellow et al. 2015) and PGD (Madry et
+al. 2018).
 """
 
 import math
@@ -31,18 +33,25 @@ _STEPS: dict[Kind, int] = {"fgsm": 1, "pgd": 10}
 class Attack:
     """A change of an image that raises the loss of its label.
 
-    FGSM takes one step of eps along the sign of the gradient; PGD ten of eps / 4, from the image itself. Both are lower
-    bounds of what an attacker can do: they say which of two networks gives way sooner, not that one is safe.
+    FGSM takes one step of eps along the sign of the gradient; PGD ten of eps / 4, from the image
+    itself. Both are lower bounds of what an attacker can do: they say which of two networks gives
+    way sooner, not that one is safe.
     """
 
     kind: Kind
-    eps: float  # largest change of a pixel, in units of the image from 0 to 1, before normalization
-    mean: tuple[float, ...]  # the preprocessing's, one a channel, as is `std`
+    # largest change of a pixel, in units of the image from 0 to 1, before normalization
+    eps: float
+    # the preprocessing's, one a channel, as is `std`
+    mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
-        """Return normalized images (N, C, H, W) of classes (N,), changed to mislead a model in evaluation mode."""
-        mean, std = (torch.tensor(one, device=pixels.device).view(-1, 1, 1) for one in (self.mean, self.std))
+        """Return normalized images (N, C, H, W) of classes (N,), changed to mislead a model in
+        evaluation mode.
+        """
+        mean, std = (
+            torch.tensor(one, device=pixels.device).view(-1, 1, 1) for one in (self.mean, self.std)
+        )
         reach = self.eps / std
         low = torch.maximum(pixels - reach, -mean / std)
         high = torch.minimum(pixels + reach, (1 - mean) / std)
@@ -52,7 +61,9 @@ class Attack:
                 pixels = pixels.detach().requires_grad_()
                 loss = functional.cross_entropy(model(pixels).float(), labels, reduction="sum")
                 (gradient,) = torch.autograd.grad(loss, pixels)
-            pixels = torch.minimum(torch.maximum(pixels + gradient.sign() * stride, low), high).detach()
+            pixels = torch.minimum(
+                torch.maximum(pixels + gradient.sign() * stride, low), high
+            ).detach()
         return pixels
 
     def __str__(self) -> str:
@@ -75,21 +86,32 @@ def attack_on(preprocess: Preprocess, kind: Kind | None, eps: float | None = Non
         return None
     if eps is not None and not 0 < eps <= 1:
         raise UsageError(f"`eps` must lie above 0 and be at most 1, not {eps:g}; 4/255 is usual")
-    return Attack(kind, 4 / 255 if eps is None else eps, tuple(preprocess.mean), tuple(preprocess.std))
+    return Attack(
+        kind, 4 / 255 if eps is None else eps, tuple(preprocess.mean), tuple(preprocess.std)
+    )
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """How many images a classifier got right."""
 
-    images: int  # evaluated; unreadable ones are not among them
-    correct1: int  # images whose class had the highest score
-    correct5: int  # images whose class was among the five highest scores
-    outputs: int  # class scores that the model gives
-    skipped: tuple[str, ...] = ()  # unreadable images, by name
-    not_finite: int = 0  # images whose scores held NaN or infinity; they count as wrong
-    loss: float = math.nan  # mean cross-entropy of the images whose scores are finite; NaN if there are none
-    attacked1: int | None = None  # images whose class has the highest score under attack too
+    # evaluated; unreadable ones are not among them
+    images: int
+    # images whose class had the highest score
+    correct1: int
+    # images whose class was among the five highest scores
+    correct5: int
+    # class scores that the model gives
+    outputs: int
+    # unreadable images, by name
+    skipped: tuple[str, ...] = ()
+    # images whose scores held NaN or infinity; they count as wrong
+    not_finite: int = 0
+    loss: float = (
+        math.nan
+    )  # mean cross-entropy of the images whose scores are finite; NaN if there are none
+    # images whose class has the highest score under attack too
+    attacked1: int | None = None
 
     @property
     def top1(self) -> float:
@@ -109,7 +131,12 @@ class Accuracy:
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         shares = {"images": self.images, "top1": self.top1, "top5": self.top5, "loss": self.loss}
-        return {**shares, "correct1": self.correct1, "correct5": self.correct5, "skipped": list(self.skipped)}
+        return {
+            **shares,
+            "correct1": self.correct1,
+            "correct5": self.correct5,
+            "skipped": list(self.skipped),
+        }
 
 
 def evaluate(
@@ -127,12 +154,13 @@ def evaluate(
 ) -> Accuracy:
     """Evaluate a classifier, which is moved to the device and put in eval mode.
 
-    Images that cannot be read are left out and listed, and the figures are those of the others: one damaged file among
-    fifty thousand is worth a line, not the run. `amp` is the data type of mixed precision. `attack` changes the images
-    that were right, to count how many stay so. After every batch, `progress` gets the images done and those in all.
+    Images that cannot be read are left out and listed, and the figures are those of the others: one
+    damaged file among fifty thousand is worth a line, not the run. `amp` is the data type of mixed
+    precision. `attack` changes the images that were right, to count how many stay so. After every
+    batch, `progress` gets the images done and those in all.
 
-    A RetrofitError says that no image can be read, or that the model gives no class scores, (N, classes), or fewer than
-    the data has classes.
+    A RetrofitError says that no image can be read, or that the model gives no class scores, (N,
+    classes), or fewer than the data has classes.
     """
     device = torch.device(device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -150,8 +178,10 @@ def evaluate(
     total = len(data.images) if hasattr(data.images, "__len__") else None
     done = outputs = attacked = 0
     skipped: list[str] = []
-    rights: list[Tensor] = []  # whether an image's class has the highest score, the second, ...
-    losses: list[Tensor] = []  # of images whose scores are finite
+    # whether an image's class has the highest score, the second, ...
+    rights: list[Tensor] = []
+    # of images whose scores are finite
+    losses: list[Tensor] = []
     with torch.inference_mode(attack is None), torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
             readable = targets >= 0
@@ -162,9 +192,14 @@ def evaluate(
                 scores = _scores(model(inputs), data.outputs)
                 outputs = scores.shape[1]
                 finite = scores.isfinite().all(dim=1)
-                right = scores.topk(min(5, outputs), dim=1).indices.eq(labels[:, None]) & finite[:, None]
+                right = (
+                    scores.topk(min(5, outputs), dim=1).indices.eq(labels[:, None])
+                    & finite[:, None]
+                )
                 rights.append(right)
-                losses.append(functional.cross_entropy(scores[finite], labels[finite], reduction="none"))
+                losses.append(
+                    functional.cross_entropy(scores[finite], labels[finite], reduction="none")
+                )
                 hit = right[:, 0]
                 if attack is not None and hit.any():
                     changed = attack(model, inputs[hit], labels[hit])
@@ -173,7 +208,9 @@ def evaluate(
             if progress is not None:
                 progress(done, total)
     if not rights:
-        raise RetrofitError(f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files")
+        raise RetrofitError(
+            f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files"
+        )
     right, loss = torch.cat(rights).cpu(), torch.cat(losses).cpu().double()
     return Accuracy(
         images=len(right),
@@ -188,20 +225,28 @@ def evaluate(
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
-    """Return each image's class of highest score, from batches (N, C, H, W); a RetrofitError if there are no scores."""
+    """Return each image's class of highest score, from batches (N, C, H, W); a RetrofitError if
+    there are no scores.
+    """
     with evaluating(model):
-        return [best for batch in batches for best in _scores(model(batch), None).argmax(dim=1).tolist()]
+        return [
+            best for batch in batches for best in _scores(model(batch), None).argmax(dim=1).tolist()
+        ]
 
 
 def _scores(answer: Any, outputs_needed: int | None) -> Tensor:
     """Return the class scores (N, classes) in float32, or say why the answer holds none."""
     if not isinstance(answer, Tensor) or answer.ndim != 2:
         shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-        raise RetrofitError(f"the model gives no class scores (its output: {shape}); use an image classifier")
+        raise RetrofitError(
+            f"the model gives no class scores (its output: {shape}); use an image classifier"
+        )
     if outputs_needed is not None and outputs_needed > answer.shape[1]:
         scores = plural(answer.shape[1], "score")
         what = f"the data has class {outputs_needed - 1} (from 0) but the model gives {scores}"
-        advice = "use the model's own data, a `class_map`, or `num_classes` with a matching checkpoint"
+        advice = (
+            "use the model's own data, a `class_map`, or `num_classes` with a matching checkpoint"
+        )
         raise RetrofitError(f"{what}; {advice}")
     return answer.float()
 
@@ -225,8 +270,11 @@ class ExportedFile:
 
     model: ExportedNetwork
     preprocess: Preprocess
-    labels: list[str] | None  # of its outputs
-    facts: dict[str, Any]  # JSON values: `model`, `target`, `strength`, `weights`, `fold` and `runtime`
+    # of its outputs
+    labels: list[str] | None
+    facts: dict[
+        str, Any
+    ]  # JSON values: `model`, `target`, `strength`, `weights`, `fold` and `runtime`
 
     def __str__(self) -> str:
         """Say which network it is, and what runs it."""
@@ -234,26 +282,39 @@ class ExportedFile:
         target = f", converted to {facts['target']}" if facts["target"] else ""
         strength = "" if facts["strength"] is None else f", strength {facts['strength']:.3g}"
         run = f"fold {facts['fold'] or 'unknown'}, run by {RUNTIMES[facts['runtime']]}"
-        return f"{facts['weights']['from']}: {facts['model'] or 'a network'}{target}{strength}, {run}"
+        return (
+            f"{facts['weights']['from']}: {facts['model'] or 'a network'}{target}{strength}, {run}"
+        )
 
 
 def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
-    """Open a file that `retrofit export` wrote; its metadata, which may come from anyone, are checked.
+    """Open a file that `retrofit export` wrote; its metadata, which may come from anyone, are
+    checked.
 
-    A UsageError says that the runtime is not installed; a RetrofitError, that the file cannot be read or run, or does
-    not say how its images are prepared.
+    A UsageError says that the runtime is not installed; a RetrofitError, that the file cannot be
+    read or run, or does not say how its images are prepared.
     """
     known = metadata(path)
     labels, strength = known.get("labels"), known.get("strength")
     try:
-        preprocess = Preprocess.from_dict({field.name: known[field.name] for field in fields(Preprocess)})
-        if labels is not None and (not isinstance(labels, list) or not all(isinstance(one, str) for one in labels)):
+        preprocess = Preprocess.from_dict(
+            {field.name: known[field.name] for field in fields(Preprocess)}
+        )
+        if labels is not None and (
+            not isinstance(labels, list) or not all(isinstance(one, str) for one in labels)
+        ):
             raise ValueError(f"labels {shown(labels)}")
         strength = None if strength is None else float(strength)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         what = f"{path} lacks the metadata that `retrofit export` writes ({with_class(error)})"
         raise RetrofitError(f"{what}; export it again") from error
-    facts: dict[str, Any] = {key: known.get(key) and printable(known[key], 200) for key in ("model", "target", "fold")}
-    facts |= {"strength": strength, "runtime": runtime, "weights": {"kind": "onnx", "from": str(path)}}
+    facts: dict[str, Any] = {
+        key: known.get(key) and printable(known[key], 200) for key in ("model", "target", "fold")
+    }
+    facts |= {
+        "strength": strength,
+        "runtime": runtime,
+        "weights": {"kind": "onnx", "from": str(path)},
+    }
     run = open_onnx(path, runtime, advice="export it again")
     return ExportedFile(ExportedNetwork(run), preprocess, labels, facts)

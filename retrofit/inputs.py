@@ -1,4 +1,6 @@
-"""What a network is run on: the example inputs that its user gives, or random ones that it is known to take."""
+"""What a network is run on: the example inputs that its user gives, or random ones that it is known
+to take.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +17,13 @@ from retrofit.utils.running import hooked, placement_of, undisturbed
 from retrofit.utils.text import with_class
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
-"""As a user gives them: one tensor, the positional arguments, or the keyword arguments of one call."""
+"""As a user gives them: one tensor, the positional arguments, or the keyword arguments of one call.
+"""
 
-_BATCHES = (1, 2), (2, 3)  # the second for a network that refuses a single sample
-_FRAMES = 16  # of a video clip; torchvision's S3D and MViT take no fewer
+# the second for a network that refuses a single sample
+_BATCHES = (1, 2), (2, 3)
+# of a video clip; torchvision's S3D and MViT take no fewer
+_FRAMES = 16
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Call:
     stage: str = ""
 
     def on(self, model: Any) -> Any:
-        """Make the call with copies of its tensors, which the network may overwrite; random numbers are seeded."""
+        """Make the call with copies of its tensors, which the network may overwrite; random numbers
+        are seeded.
+        """
         own = self._mapped(lambda x: x.detach().clone())
         torch.manual_seed(0)
         return (model.get_submodule(self.stage) if self.stage else model)(*own.args, **own.kwargs)
@@ -43,20 +50,30 @@ class Call:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments, at any depth."""
-        return [leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+        return [
+            leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)
+        ]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Call":
         """Return the call with its tensors on a device, floating-point numbers in a precision."""
-        return self._mapped(lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype))
+        return self._mapped(
+            lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype)
+        )
 
     def select(self, rows: Tensor) -> "Call":
-        """Return the call with some of its samples: rows of each tensor that has as many as the first."""
+        """Return the call with some of its samples: rows of each tensor that has as many as the
+        first.
+        """
         batch = self.batch
         return self._mapped(lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
 
     def resized(self, rows: int) -> "Call":
         """Return the call with another number of samples, its own in turn."""
-        return self if rows == self.batch else self.select(torch.arange(rows, device="cpu") % self.batch)
+        return (
+            self
+            if rows == self.batch
+            else self.select(torch.arange(rows, device="cpu") % self.batch)
+        )
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Call":
         args, kwargs = tree_map_only(Tensor, function, (self.args, dict(self.kwargs)))
@@ -66,15 +83,19 @@ class Call:
 def example_calls(
     model: nn.Module, inputs: Inputs | None = None, input_size: Sequence[int] | None = None
 ) -> list[Call]:
-    """Return calls that a network takes: the one with the `inputs` as they are, or two with seeded random numbers.
+    """Return calls that a network takes: the one with the `inputs` as they are, or two with seeded
+    random numbers.
 
-    `input_size` is the shape of one random sample, (C, H, W) for images; the network's own if None. The batches are of
-    1 and 2 samples, or of 2 and 3 where the network refuses a single one. The network is left as it was. A UsageError
-    says that both arguments are given, a RetrofitError that the network does not take random samples of that size.
+    `input_size` is the shape of one random sample, (C, H, W) for images; the network's own if None.
+    The batches are of 1 and 2 samples, or of 2 and 3 where the network refuses a single one. The
+    network is left as it was. A UsageError says that both arguments are given, a RetrofitError that
+    the network does not take random samples of that size.
     """
     if inputs is not None:
         if input_size is not None:
-            raise UsageError("`inputs` and `input_size` both say what the network is run on; leave one out")
+            raise UsageError(
+                "`inputs` and `input_size` both say what the network is run on; leave one out"
+            )
         if isinstance(inputs, Mapping):
             return [Call(kwargs=dict(inputs))]
         return [Call((inputs,) if isinstance(inputs, Tensor) else tuple(inputs))]
@@ -86,7 +107,8 @@ def example_calls(
             with undisturbed(model):
                 calls[0].on(model)
             return calls
-        except Exception as error:  # anything may come out of a network's own code
+        # anything may come out of a network's own code
+        except Exception as error:
             refusals.append(error)
     raise RetrofitError(
         f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(refusals[0])}); "
@@ -95,17 +117,22 @@ def example_calls(
 
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:
-    """Return the (C, H, W) that a network says it was made for; 3 x 224 x 224 where it does not say."""
+    """Return the (C, H, W) that a network says it was made for; 3 x 224 x 224 where it does not
+    say.
+    """
     if known := record_of(model).preprocess:
         return known.input_size
     if size := (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
         return tuple(size)
-    side = getattr(model, "image_size", 224)  # torchvision's vision transformers
+    # torchvision's vision transformers
+    side = getattr(model, "image_size", 224)
     return (3, side, side)
 
 
 def input_shapes(model: nn.Module, size: tuple[int, ...], batch: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors that a network takes with a batch of samples of `size`, (C, H, W)."""
+    """Return the shapes of the tensors that a network takes with a batch of samples of `size`, (C,
+    H, W).
+    """
     family = type(model).__module__
     if family.startswith("torchvision.models.optical_flow"):
         channels, *sides = size
@@ -121,10 +148,12 @@ def is_detector(model: Any) -> bool:
 
 
 def stages(model: nn.Module, call: Call) -> list[Call]:
-    """Return the calls by which two networks are compared: a detector's parts with what they got; else `call` itself.
+    """Return the calls by which two networks are compared: a detector's parts with what they got;
+    else `call` itself.
 
-    A detector's boxes come out of sorting and suppression, where a rounding error may swap two candidates. Its backbone
-    and heads are called instead, each with what it was given when the whole was called.
+    A detector's boxes come out of sorting and suppression, where a rounding error may swap two
+    candidates. Its backbone and heads are called instead, each with what it was given when the
+    whole was called.
     """
     if not is_detector(model):
         return [call]
@@ -133,11 +162,16 @@ def stages(model: nn.Module, call: Call) -> list[Call]:
     names += [f"roi_heads.{name}" for name, child in heads if any(True for _ in child.parameters())]
     parts: list[Call] = []
 
-    def record(stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(
+        stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         parts.append(Call(args, kwargs, stage)._mapped(_filled))
 
     modules = [(name, module) for name, module in model.named_modules() if name in names]
-    with hooked(module.register_forward_pre_hook(partial(record, name), with_kwargs=True) for name, module in modules):
+    with hooked(
+        module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
+        for name, module in modules
+    ):
         call.on(model)
     return parts
 
@@ -145,14 +179,21 @@ def stages(model: nn.Module, call: Call) -> list[Call]:
 def _random_call(model: nn.Module, size: tuple[int, ...], batch: int) -> Call:
     generator = torch.Generator().manual_seed(batch)
     shapes = [size] * batch if is_detector(model) else input_shapes(model, size, batch)
-    samples = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+    samples = [
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        for shape in shapes
+    ]
     tensors = [sample.to(*placement_of(model)) for sample in samples]
     return Call((tensors,) if is_detector(model) else tuple(tensors))
 
 
 def _filled(value: Tensor) -> Tensor:
-    """Copy a tensor; one without rows (a mask head's, when no box was found) becomes two seeded random rows."""
+    """Copy a tensor; one without rows (a mask head's, when no box was found) becomes two seeded
+    random rows.
+    """
     if value.numel():
         return value.detach().clone()
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, *value.shape[1:], generator=generator, dtype=torch.float32, device="cpu").to(value)
+    return torch.randn(
+        2, *value.shape[1:], generator=generator, dtype=torch.float32, device="cpu"
+    ).to(value)

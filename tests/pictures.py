@@ -14,7 +14,9 @@ COLOURS = {"ant": (250, 10, 10), "bee": (10, 250, 10), "cat": (10, 10, 250)}
 
 
 def write_folder(root: Path, wrong: int = 2, each: int = 4) -> Path:
-    """Write `each` pictures of each colour into the folder of its class; the first `wrong` bees look like ants."""
+    """Write `each` pictures of each colour into the folder of its class; the first `wrong` bees
+    look like ants.
+    """
     for name in COLOURS:
         (root / name).mkdir(parents=True)
         for number in range(each):
@@ -31,7 +33,9 @@ def write_tar(root: Path, path: Path) -> Path:
 
 
 class Colours(nn.Module):
-    """Scores a picture in [0, 1] by how near its mean colour is to each class's, at the first 3 of 7 outputs."""
+    """Scores a picture in [0, 1] by how near its mean colour is to each class's, at the first 3 of
+    7 outputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()

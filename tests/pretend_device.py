@@ -1,8 +1,9 @@
-"""A device that is not there: tensors that lie on "cuda" by name, in the CPU's memory, and refuse to meet others.
+"""A device that is not there: tensors that lie on "cuda" by name, in the CPU's memory, and refuse
+to meet others.
 
-What a GPU would refuse, this does: an operation on tensors of both devices (numbers, tensors without dimensions, may be
-mixed as on a GPU), and reading a pretended tensor's memory. It proves that code follows the device of its network; it
-says nothing of numbers or speed there.
+What a GPU would refuse, this does: an operation on tensors of both devices (numbers, tensors
+without dimensions, may be mixed as on a GPU), and reading a pretended tensor's memory. It proves
+that code follows the device of its network; it says nothing of numbers or speed there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ class Pretended(Tensor):  # a tensor on the device, around one on the CPU
     @staticmethod
     def __new__(cls, inner: Tensor) -> Pretended:
         new: Pretended = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device="meta", requires_grad=False
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device="meta",
+            requires_grad=False,
         )
         new.inner = inner
         return new
@@ -46,20 +52,32 @@ class _Operations(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         there = [isinstance(tensor, Pretended) for tensor in tensors]
         copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
-        if any(there) and not copies and any(t.ndim and not p for t, p in zip(tensors, there, strict=True)):
-            raise RuntimeError(f"{func} met tensors of two devices: {', '.join(str(t.device) for t in tensors)}")
+        if (
+            any(there)
+            and not copies
+            and any(t.ndim and not p for t, p in zip(tensors, there, strict=True))
+        ):
+            raise RuntimeError(
+                f"{func} met tensors of two devices: {', '.join(str(t.device) for t in tensors)}"
+            )
         to_there = any(there) if func.overloadpacket is not torch.ops.aten.copy_ else there[0]
         if (device := kwargs.get("device")) is not None:
             to_there, kwargs["device"] = torch.device(device).type != "cpu", torch.device("cpu")
-        plain = tree_map(lambda value: value.inner if isinstance(value, Pretended) else value, (args, kwargs))
+        plain = tree_map(
+            lambda value: value.inner if isinstance(value, Pretended) else value, (args, kwargs)
+        )
         out = func(*plain[0], **plain[1])
         for tensor in tensors if func._schema.is_mutable else ():
             if (tensor.inner if isinstance(tensor, Pretended) else tensor) is out:
                 return tensor
-        return tree_map(lambda value: Pretended(value) if isinstance(value, Tensor) and to_there else value, out)
+        return tree_map(
+            lambda value: Pretended(value) if isinstance(value, Tensor) and to_there else value, out
+        )
 
 
-class _Literals(TorchFunctionMode):  # the same for `torch.tensor`, which tells dispatch modes nothing
+class _Literals(
+    TorchFunctionMode
+):  # the same for `torch.tensor`, which tells dispatch modes nothing
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type != "cpu":
@@ -69,7 +87,9 @@ class _Literals(TorchFunctionMode):  # the same for `torch.tensor`, which tells 
 
 @contextmanager
 def pretended(model: nn.Module) -> Iterator[nn.Module]:
-    """Move a network's parameters and buffers there for a while; what is made meanwhile can be made there."""
+    """Move a network's parameters and buffers there for a while; what is made meanwhile can be made
+    there.
+    """
 
     def moved(tensor: Tensor) -> Tensor:
         new = Pretended(tensor.detach().clone())

@@ -36,7 +36,9 @@ def test_networks_take_turns(mode: str) -> None:
     before = copy.deepcopy(network.state_dict())
     setting = Setting(batch_size=2, rounds=3)
     networks = {"wide": (small(64), (3, 16, 16)), "plain": (network, (3, 16, 16))}
-    wide, plain = measure(networks, setting, (mode,), lambda done, total: turns.append((done, total)))  # type: ignore[arg-type]
+    wide, plain = measure(
+        networks, setting, (mode,), lambda done, total: turns.append((done, total))
+    )  # type: ignore[arg-type]
     assert (wide.network, plain.network, plain.mode) == ("wide", "plain", mode)
     assert plain.time_ratio is plain.memory_ratio is None
     assert wide.time_ratio is not None

@@ -1,4 +1,6 @@
-"""The scripts of benchmarks/, at tiny sizes; the table of all architectures, some of which are converted for real."""
+"""The scripts of benchmarks/, at tiny sizes; the table of all architectures, some of which are
+converted for real.
+"""
 
 import csv
 import subprocess
@@ -26,7 +28,13 @@ import reproduce  # noqa: E402
 LINES = (BENCHMARKS / "results" / "zoo-normal.csv").read_text().splitlines()
 ROWS = {row["model"]: row for row in csv.DictReader(LINES)}
 LARGEST = 30_000_000
-RUNS_TOO_LONG = ("raft", "swin3d", "mvit", "maskrcnn", "keypointrcnn")  # minutes on a CPU; zoo.py plans them
+RUNS_TOO_LONG = (
+    "raft",
+    "swin3d",
+    "mvit",
+    "maskrcnn",
+    "keypointrcnn",
+)  # minutes on a CPU; zoo.py plans them
 
 
 def test_the_full_schedules_are_the_authors() -> None:
@@ -36,7 +44,9 @@ def test_the_full_schedules_are_the_authors() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters(), vit["lr"])
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
-    restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=50, T_mult=2, eta_min=1e-6)
+    restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        optimizer, T_0=50, T_mult=2, eta_min=1e-6
+    )
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, restarts], [10])
     for epoch in range(vit["epochs"]):
         assert reproduce.rate(vit, epoch) == pytest.approx(optimizer.param_groups[0]["lr"]), epoch
@@ -56,12 +66,21 @@ def test_pictures_are_moved_and_mirrored_as_torchvision_does() -> None:
         torch.testing.assert_close(found[number], hflip(expected) if mirrored[number] else expected)
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     pixels = (255 * torch.rand(16, 32, 32, 3, generator=generator)).byte().numpy()
     pictures = [(Image.fromarray(one), number % 3) for number, one in enumerate(pixels)]
     data = reproduce.Data(pictures, pictures, "cpu")
-    key: dict[str, Any] = {"network": "resnet", "width": 4, "depth": 8, "batch": 8, "lr": 0.1, "epochs": 3}
+    key: dict[str, Any] = {
+        "network": "resnet",
+        "width": 4,
+        "depth": 8,
+        "batch": 8,
+        "lr": 0.1,
+        "epochs": 3,
+    }
     key |= {"augment": True, "arm": "bnn", "seed": 0}
     whole = reproduce.run(key, data, tmp_path, float("inf"))
     (tmp_path / f"{reproduce.file_name(key)}.pt").unlink()
@@ -76,33 +95,56 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, monkeypa
 
 def test_every_arm_of_the_evidence_is_built() -> None:
     for arm in evidence_arms.ARMS.values():
-        evidence_arms.convert(timm.create_model("test_vit" if arm.to == "lnn" else "test_efficientnet"), arm)
+        evidence_arms.convert(
+            timm.create_model("test_vit" if arm.to == "lnn" else "test_efficientnet"), arm
+        )
 
 
 @pytest.mark.slow
 def test_a_dry_run_reaches_its_end() -> None:
     command = [sys.executable, "benchmarks/gpu.py", "--dry", "--minutes", "60"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     titles = [line for line in done.stdout.splitlines() if line.startswith("## ")]
-    assert [title.split()[1] for title in titles] == ["Self-test,", "Largest", "Forward", "A", "Images"]
+    assert [title.split()[1] for title in titles] == [
+        "Self-test,",
+        "Largest",
+        "Forward",
+        "A",
+        "Images",
+    ]
     assert "not reached: " not in done.stdout
 
 
 def sample() -> list[str]:
-    """The smallest architecture of each timm module and all of torchvision's, up to `LARGEST` parameters."""
+    """The smallest architecture of each timm module and all of torchvision's, up to `LARGEST`
+    parameters.
+    """
     sizes = {name: int(row["params"]) for name, row in ROWS.items() if int(row["converted"])}
     chosen = [name for name in sizes if name.startswith("tv:")]
     for module in timm.list_modules():
-        chosen += sorted(sizes.keys() & timm.list_models(module=module), key=lambda name: (sizes[name], name))[:1]
-    return sorted(name for name in chosen if sizes[name] <= LARGEST and not any(part in name for part in RUNS_TOO_LONG))
+        chosen += sorted(
+            sizes.keys() & timm.list_models(module=module), key=lambda name: (sizes[name], name)
+        )[:1]
+    return sorted(
+        name
+        for name in chosen
+        if sizes[name] <= LARGEST and not any(part in name for part in RUNS_TOO_LONG)
+    )
 
 
 def test_the_table_holds_every_architecture() -> None:
-    assert set(ROWS) == {*timm.list_models(), *(f"tv:{name}" for name in torchvision.models.list_models())}
+    assert set(ROWS) == {
+        *timm.list_models(),
+        *(f"tv:{name}" for name in torchvision.models.list_models()),
+    }
     for name, row in ROWS.items():
         assert not row["error"], name
-        assert int(row["layers"]) == sum(int(row[key]) for key in ("converted", "kept", "unsupported"))
+        assert int(row["layers"]) == sum(
+            int(row[key]) for key in ("converted", "kept", "unsupported")
+        )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The comparison passes what is the same function and nothing else, and says where nothing was compared."""
+"""The comparison passes what is the same function and nothing else, and says where nothing was
+compared.
+"""
 
 import dataclasses
 import math
@@ -19,11 +21,15 @@ from retrofit.surgery.families import find_norms
 
 
 def reference(model: nn.Module, size: tuple[int, ...] | None = None) -> Reference:
-    return Reference(model, example_calls(model, None, size), layers=[norm.name for norm in find_norms(model)])
+    return Reference(
+        model, example_calls(model, None, size), layers=[norm.name for norm in find_norms(model)]
+    )
 
 
 class Small(nn.Module):
-    """A network with a branch that a fresh initialisation multiplies by zero, as residual networks have."""
+    """A network with a branch that a fresh initialisation multiplies by zero, as residual networks
+    have.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,13 +55,20 @@ SIZE = (3, 12, 12)
         (math.nan, 0.0, False),
     ],
 )
-def test_a_changed_output_fails_beyond_the_tolerance(before: float, after: float, passes: bool) -> None:
+def test_a_changed_output_fails_beyond_the_tolerance(
+    before: float, after: float, passes: bool
+) -> None:
     model = Small()
     model.head.bias.data[1] = before
     check = reference(model, SIZE)
     model.head.bias.data[1] = after
     result = check.compare(model)
-    assert (result.passed, result.differs, result.where, result.scale > 0) == (passes, not passes, "", True)
+    assert (result.passed, result.differs, result.where, result.scale > 0) == (
+        passes,
+        not passes,
+        "",
+        True,
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
@@ -65,7 +78,9 @@ def test_what_proves_nothing_is_not_checked(value: float) -> None:
         nn.init.constant_(parameter, value)
     result = reference(model, (5,)).compare(model)
     assert (result.passed, result.differs) == (False, False)
-    assert re.match(r"not checked: .*(NaN or infinity alone|every output is zero).*weights", str(result))
+    assert re.match(
+        r"not checked: .*(NaN or infinity alone|every output is zero).*weights", str(result)
+    )
 
 
 def test_a_difference_in_a_branch_multiplied_by_zero_is_found() -> None:
@@ -90,7 +105,9 @@ def test_a_zero_output_is_judged_by_the_layers() -> None:
 def test_an_output_of_rounding_errors_is_judged_by_the_layers(broken: bool) -> None:
     """The mean of what was normalized over the same places is zero, whatever the network."""
     norm = nn.InstanceNorm2d(8)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4, bias=False))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4, bias=False)
+    )
     check = reference(model, SIZE)
     norm.eps *= 1 + 1e-6  # other rounding
     if broken:
@@ -113,7 +130,9 @@ def test_the_network_and_the_random_state_stay_as_they_were() -> None:
     assert torch.equal(model.norm.running_mean, before)
     assert not model.norm._forward_hooks
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(a.args[0], b.args[0]) for a, b in zip(first.calls, second.calls, strict=True))
+    assert all(
+        torch.equal(a.args[0], b.args[0]) for a, b in zip(first.calls, second.calls, strict=True)
+    )
 
 
 def only(*batches: int) -> nn.Module:  # a network that takes batches of some sizes alone
@@ -129,12 +148,19 @@ def only(*batches: int) -> nn.Module:  # a network that takes batches of some si
     ("build", "batches"),
     [
         (Small, (1, 2)),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(432, 4), nn.BatchNorm1d(4, track_running_stats=False)), (2, 3)),
+        (
+            lambda: nn.Sequential(
+                nn.Flatten(), nn.Linear(432, 4), nn.BatchNorm1d(4, track_running_stats=False)
+            ),
+            (2, 3),
+        ),
         (lambda: only(1), (1,)),
         (lambda: only(2), (2,)),
     ],
 )
-def test_batches_that_the_network_takes(build: Callable[[], nn.Module], batches: tuple[int, ...]) -> None:
+def test_batches_that_the_network_takes(
+    build: Callable[[], nn.Module], batches: tuple[int, ...]
+) -> None:
     """One sample has no variance over the batch; other networks fix the batch that they take."""
     model = build()
     result = reference(model, SIZE).compare(model)
@@ -181,7 +207,13 @@ def test_tensors_anywhere_in_the_answer_count(pack: Callable[[Tensor], object]) 
 
 
 @pytest.mark.parametrize(
-    "inputs", [torch.ones(2, 5), (torch.ones(2, 5),), [torch.ones(2, 5), None], {"x": torch.ones(2, 5), "mask": None}]
+    "inputs",
+    [
+        torch.ones(2, 5),
+        (torch.ones(2, 5),),
+        [torch.ones(2, 5), None],
+        {"x": torch.ones(2, 5), "mask": None},
+    ],
 )
 def test_inputs_are_taken_as_they_are_and_survive_networks_that_overwrite_them(inputs: Any) -> None:
     class Overwriting(nn.Module):
@@ -195,7 +227,9 @@ def test_inputs_are_taken_as_they_are_and_survive_networks_that_overwrite_them(i
     assert all(torch.equal(t, torch.ones(2, 5)) for t in tensors_of(inputs))
     with pytest.raises(RetrofitError, match="leave one out"):
         example_calls(Overwriting(), inputs, (5,))
-    with pytest.raises(RetrofitError, match=r"did not take the example inputs \(TypeError: .*`inputs`"):
+    with pytest.raises(
+        RetrofitError, match=r"did not take the example inputs \(TypeError: .*`inputs`"
+    ):
         Reference(Overwriting(), [Call(kwargs={"y": torch.ones(1)})])
 
 
@@ -211,8 +245,12 @@ def test_agreement_of_scores() -> None:
     assert check.compare(lambda x: (x, x)).top1_agreement is None
 
 
-@pytest.mark.parametrize(("dtype", "change", "passes"), [(torch.bfloat16, 2e-3, True), (torch.float64, 2e-3, False)])
-def test_the_tolerance_follows_the_precision(dtype: torch.dtype, change: float, passes: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "change", "passes"), [(torch.bfloat16, 2e-3, True), (torch.float64, 2e-3, False)]
+)
+def test_the_tolerance_follows_the_precision(
+    dtype: torch.dtype, change: float, passes: bool
+) -> None:
     model = Small().to(dtype)
     check = reference(model, SIZE)
     scale = check.compare(model).scale
@@ -231,7 +269,9 @@ def test_each_output_is_set_against_its_own_scale() -> None:
 
 def test_nothing_compared_is_no_pass() -> None:
     model = Packing(lambda x: "nothing")
-    assert str(reference(model, (5,)).compare(model)).startswith("not checked: the network's answer holds no tensor")
+    assert str(reference(model, (5,)).compare(model)).startswith(
+        "not checked: the network's answer holds no tensor"
+    )
     assert not Comparison().passed
     assert not Comparison(1e-30, 0.0, compared=7).passed
 
@@ -249,10 +289,14 @@ def test_the_size_of_random_inputs() -> None:
         (torchvision.models.optical_flow.raft_small, (3, 128, 128)),
         pytest.param(torchvision.models.video.mc3_18, (3, 32, 32), marks=pytest.mark.slow),
         (lambda: timm.create_model("test_vit"), None),
-        pytest.param(lambda: timm.create_model("naflexvit_base_patch16_gap"), None, marks=pytest.mark.slow),
+        pytest.param(
+            lambda: timm.create_model("naflexvit_base_patch16_gap"), None, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_networks_of_every_kind_of_input(make: Callable[[], nn.Module], size: tuple[int, ...] | None) -> None:
+def test_networks_of_every_kind_of_input(
+    make: Callable[[], nn.Module], size: tuple[int, ...] | None
+) -> None:
     model = make()
     check = reference(model, size)
     assert check.compare(model).passed
@@ -262,10 +306,18 @@ def test_networks_of_every_kind_of_input(make: Callable[[], nn.Module], size: tu
 
 def test_a_detectors_backbone_and_heads_are_compared() -> None:
     small = {"min_size": 96, "max_size": 96, "rpn_post_nms_top_n_test": 8}
-    model = torchvision.models.detection.maskrcnn_resnet50_fpn_v2(weights=None, weights_backbone=None, **small)
+    model = torchvision.models.detection.maskrcnn_resnet50_fpn_v2(
+        weights=None, weights_backbone=None, **small
+    )
     check = reference(model, (3, 96, 96))
-    assert {"backbone", "rpn.head", "roi_heads.box_head", "roi_heads.mask_head"} <= {call.stage for call in check.parts}
+    assert {"backbone", "rpn.head", "roi_heads.box_head", "roi_heads.mask_head"} <= {
+        call.stage for call in check.parts
+    }
     assert check.compare(model).passed
-    norms = [module for module in model.roi_heads.mask_head.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms = [
+        module
+        for module in model.roi_heads.mask_head.modules()
+        if isinstance(module, nn.BatchNorm2d)
+    ]
     norms[0].running_mean += 1
     assert not check.compare(model).passed

@@ -59,7 +59,11 @@ def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
         ("gn", {"pn_restore": False}, "`pn_restore` means nothing without ProxyNorm or `ws`"),
         ("bnn", {"noise": -1}, "`noise` must be at least 0"),
         ("bnn", {"noise": float("nan")}, "`noise` must be at least 0"),
-        ("bnn", {"noise_kind": "none"}, "`noise_kind` must be one of scaled, unscaled, gaussian-dropout"),
+        (
+            "bnn",
+            {"noise_kind": "none"},
+            "`noise_kind` must be one of scaled, unscaled, gaussian-dropout",
+        ),
         ("bnn", {"alpha": 1.5}, "`alpha` must be from 0 to 1, not 1.5"),
         ("bnn", {"alpha": "all"}, "`alpha` must be a number, not 'all'"),
     ],

@@ -24,7 +24,9 @@ def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None
     result = measure(folder, batch_size=batch_size, workers=workers)
     assert (result.images, result.correct1, result.correct5, result.outputs) == (12, 10, 12, 7)
     assert (result.top1, result.top5) == (pytest.approx(100 * 10 / 12), 100)
-    palette = Colours().palette  # the colour of a picture is its class's, but for two bees that look like ants
+    palette = (
+        Colours().palette
+    )  # the colour of a picture is its class's, but for two bees that look like ants
     scores = torch.full((3, 7), -9.0).double()
     scores[:, :3] = -torch.cdist(palette, palette).double()
     each = -scores.log_softmax(dim=1)
@@ -78,7 +80,10 @@ def test_progress_and_eval_mode_and_scores_that_are_not_finite(folder: Path) -> 
 
 
 def test_precision_and_layout_reach_the_model(folder: Path) -> None:
-    model, seen = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 7)), []
+    model, seen = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 7)),
+        [],
+    )
     model[0].register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
     measure(folder, model, amp=torch.bfloat16)
     assert seen.pop()[1].dtype == torch.bfloat16
@@ -131,11 +136,16 @@ def test_a_linear_classifier_loses_what_the_weights_allow(kind: Kind) -> None:
 
 
 def test_pgd_follows_a_bend_that_fgsm_does_not() -> None:
-    """|x - 0.5| falls first and rises then: one full step goes past the bottom, ten small ones stay there."""
+    """|x - 0.5| falls first and rises then: one full step goes past the bottom, ten small ones stay
+    there.
+    """
 
     bent = by_margin(lambda x: -5 * (x - 0.5).abs().sum((1, 2, 3)))
     image, label = torch.full((1, 1, 1, 1), 0.54), torch.tensor([0])
-    by = {kind: Attack(kind, 0.1, (0.0,), (1.0,))(bent, image, label).item() for kind in ("fgsm", "pgd")}
+    by = {
+        kind: Attack(kind, 0.1, (0.0,), (1.0,))(bent, image, label).item()
+        for kind in ("fgsm", "pgd")
+    }
     assert by["fgsm"] == pytest.approx(0.44)
     assert abs(by["pgd"] - 0.5) < 0.1 / 4
 
@@ -144,6 +154,8 @@ def test_the_accuracy_stands_beside_the_clean_one(folder: Path) -> None:
     model = Answers(lambda x: 20 * x.mean((2, 3)))
     clean = measure(folder, model)
     assert (clean.attacked1, clean.attacked_top1) == (None, None)
-    weak, strong = (measure(folder, model, attack=attack_on(PLAIN, "pgd", eps)) for eps in (1 / 255, 1.0))
+    weak, strong = (
+        measure(folder, model, attack=attack_on(PLAIN, "pgd", eps)) for eps in (1 / 255, 1.0)
+    )
     assert weak.correct1 == strong.correct1 == clean.correct1
     assert strong.attacked_top1 < weak.attacked_top1 == clean.top1

@@ -28,7 +28,8 @@ MODULES = {".".join(("retrofit", *file.relative_to(PACKAGE).with_suffix("").part
 
 
 def imported(file: Path, typing: bool = True) -> Iterator[str]:
-    """Yield the dotted names of our modules that a file imports, wherever in it and in whatever form.
+    """Yield the dotted names of our modules that a file imports, wherever in it and in whatever
+    form.
 
     Without `typing`, what only a type checker imports is left out.
     """
@@ -49,7 +50,11 @@ def imported(file: Path, typing: bool = True) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            names = [
+                arg.value
+                for arg in node.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            ]
         for parts in (name.split(".") for name in names):
             prefixes = (".".join(parts[:length]) for length in range(len(parts), 1, -1))
             yield from [prefix for prefix in prefixes if prefix in MODULES][:1]
@@ -66,11 +71,15 @@ def test_imports_run_downwards(room: str) -> None:
     for file in files:
         for name in imported(file):
             other = name.split(".")[1]
-            assert other == room or FLOOR[other] < FLOOR[room], f"{file.relative_to(PACKAGE)} imports {name}"
+            assert other == room or FLOOR[other] < FLOOR[room], (
+                f"{file.relative_to(PACKAGE)} imports {name}"
+            )
 
 
 def test_no_circle_between_files() -> None:
-    """A package counts as its files: importing `retrofit.surgery` runs its `__init__`, which is left out here."""
+    """A package counts as its files: importing `retrofit.surgery` runs its `__init__`, which is
+    left out here.
+    """
     uses = {
         name: {one for one in imported(file, typing=False) if MODULES[one].stem != "__init__"}
         for name, file in MODULES.items()
@@ -84,7 +93,9 @@ def test_every_room_has_its_floor() -> None:
 
 
 def test_names_of_files_and_classes_stand_once() -> None:
-    files = Counter(file.stem for file in FILES if room_of(file) != "cli")  # there, files are commands
+    files = Counter(
+        file.stem for file in FILES if room_of(file) != "cli"
+    )  # there, files are commands
     nodes = [node for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     twice = {name for name, count in (files + classes).items() if count > 1}

@@ -8,13 +8,16 @@ from retrofit.callbacks.walk import Walk
 
 
 class LightningStrength(Walk, Callback):
-    """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run resumes.
+    """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run
+    resumes.
 
-    The callback follows `trainer.global_step`, so gradients may be accumulated. A checkpoint holds the strength of its
-    step. The averaged weights that a weight-averaging callback evaluates or leaves in place have that strength too.
+    The callback follows `trainer.global_step`, so gradients may be accumulated. A checkpoint holds
+    the strength of its step. The averaged weights that a weight-averaging callback evaluates or
+    leaves in place have that strength too.
 
     Args:
-        **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's estimate.
+        **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's
+          estimate.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

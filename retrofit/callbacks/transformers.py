@@ -10,14 +10,21 @@ from retrofit.callbacks.walk import Walk
 
 
 class TransformersStrength(Walk, TrainerCallback, ExportableState):
-    """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run resumes.
+    """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run
+    resumes.
 
     Args:
-        **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's number of steps.
+        **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's number
+          of steps.
     """
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module,
+        **_: Any,
     ) -> None:
         """Start the schedule, or continue it."""
         own = state.stateful_callbacks.get(type(self).__name__)
@@ -25,12 +32,19 @@ class TransformersStrength(Walk, TrainerCallback, ExportableState):
             self.load_state_dict(own.get("attributes", {}))
         self.begin(model, state.max_steps, state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
         """Set the next strength, before a checkpoint is saved."""
         self.go(state.global_step)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **_: Any,
     ) -> None:
         """Add the strength to the logged values."""
         if logs is not None and self.strength is not None:

@@ -9,16 +9,20 @@ from retrofit.finetune.strength_schedule import StrengthSchedule
 
 
 class Walk:
-    """What the callbacks share: at each optimizer step the layers get the strength that the schedule has for it.
+    """What the callbacks share: at each optimizer step the layers get the strength that the
+    schedule has for it.
 
-    A UsageError says that the way leads back, before which constants are estimated anew: a callback has no images.
+    A UsageError says that the way leads back, before which constants are estimated anew: a callback
+    has no images.
     """
 
     def __init__(self, **options: Any) -> None:
         if options.get("shape") == "there-and-back":
             what = "a callback cannot go there-and-back, which needs `retrofit.recentre` on images at its turn"
             own = "`StrengthSchedule` in a loop of your own"
-            raise UsageError(f"{what}; take `retrofit finetune --strength-sched there-and-back`, or {own}")
+            raise UsageError(
+                f"{what}; take `retrofit finetune --strength-sched there-and-back`, or {own}"
+            )
         self.options = options
         self._schedule: StrengthSchedule | None = None
         self._state: dict[str, Any] = {}
@@ -29,18 +33,28 @@ class Walk:
         return None if self._schedule is None else self._schedule.strength
 
     def begin(self, model: nn.Module, total_steps: int, step: int) -> None:
-        """Start on a network, at `step` of a run; a resumed one goes on from where its layers began."""
+        """Start on a network, at `step` of a run; a resumed one goes on from where its layers
+        began.
+        """
         self._schedule = StrengthSchedule(model, **{"total_steps": total_steps, **self.options})
         self.go(step)
 
     def go(self, step: int) -> None:
-        """Set the layers to what `step` optimizer steps make of them, whatever has become of their strength since."""
+        """Set the layers to what `step` optimizer steps make of them, whatever has become of their
+        strength since.
+        """
         if self._schedule is not None:
-            self._schedule.load_state_dict({**self._schedule.state_dict(), **self._state, "steps": step})
+            self._schedule.load_state_dict(
+                {**self._schedule.state_dict(), **self._state, "steps": step}
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return self._state if self._schedule is None else {"starts": self._schedule.state_dict()["starts"]}
+        return (
+            self._state
+            if self._schedule is None
+            else {"starts": self._schedule.state_dict()["starts"]}
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from another run's state, when it begins."""

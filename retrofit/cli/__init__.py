@@ -1,8 +1,9 @@
 """The command line: `retrofit COMMAND ...`.
 
-Commands are imported when called, and torch inside their bodies, so that `retrofit --help` responds at once.
-People read stderr, programs read stdout. A user's mistake ends as one line, `error: what happened; what to do`, with
-exit code 1 (refused, failed check, nothing to do) or 2 (usage); RETROFIT_DEBUG=1 adds the traceback.
+Commands are imported when called, and torch inside their bodies, so that `retrofit --help` responds
+at once. People read stderr, programs read stdout. A user's mistake ends as one line, `error: what
+happened; what to do`, with exit code 1 (refused, failed check, nothing to do) or 2 (usage);
+RETROFIT_DEBUG=1 adds the traceback.
 """
 
 import difflib
@@ -35,7 +36,9 @@ COMMANDS = {
 
 
 class _Commands(click.Group):
-    """A group that imports a command's module when the command is called, and reports every exception in one line."""
+    """A group that imports a command's module when the command is called, and reports every
+    exception in one line.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -62,7 +65,9 @@ class _Commands(click.Group):
             error.args = (in_flags(str(error), self.get_command(ctx, str(ctx.invoked_subcommand))),)
             raise
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any) -> Any:  # type: ignore[override]
+    def main(
+        self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any
+    ) -> Any:  # type: ignore[override]
         """Run the command line and exit with the code for the outcome."""
         try:
             sys.exit(super().main(args, prog_name, **{**extra, "standalone_mode": False}) or 0)
@@ -72,9 +77,12 @@ class _Commands(click.Group):
         except Exception as error:
             if os.environ.get("RETROFIT_DEBUG"):
                 traceback.print_exception(error)
-            with suppress(BrokenPipeError):  # nobody is left to read it
+            # nobody is left to read it
+            with suppress(BrokenPipeError):
                 click.echo(printable(_line(error)), err=True)
-            sys.exit(130 if isinstance(error, click.Abort) else getattr(error, "exit_code", 1))  # 130 as shells do
+            sys.exit(
+                130 if isinstance(error, click.Abort) else getattr(error, "exit_code", 1)
+            )  # 130 as shells do
 
 
 def _line(error: Exception) -> str:
@@ -93,7 +101,10 @@ def _line(error: Exception) -> str:
     return f"error: unexpected {with_class(error)}; RETROFIT_DEBUG=1 shows the traceback, please report it"
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(__version__)
 def main() -> None:
     """Replace the normalization layers of a trained network and keep what it has learned.

@@ -1,7 +1,8 @@
 """Replace a converted network's per-image statistics with constants, so that it runs faster.
 
-Layers are baked in network order on half of the images and checked on the other half. A layer is left as it is if
-constants would cost more than the tolerance. The artifact can be exported, evaluated and trained like any other.
+Layers are baked in network order on half of the images and checked on the other half. A layer is
+left as it is if constants would cost more than the tolerance. The artifact can be exported,
+evaluated and trained like any other.
 
 \b
     $ retrofit bake runs/lite0-ln/best.safetensors --calibrate photos.tar --tolerance 0.2
@@ -19,14 +20,24 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 
 @options.command("bake", __doc__, calibrate="The fit", output="Output")
 @options.model
-@options.option("--calibrate", "Image folder or .tar: half to fit, half to check.", Path, metavar="DIR", required=True)
+@options.option(
+    "--calibrate",
+    "Image folder or .tar: half to fit, half to check.",
+    Path,
+    metavar="DIR",
+    required=True,
+)
 @options.option("--images", "Maximum number of images.", click.IntRange(4), default=128)
-@options.option("--tolerance", "Largest change in the output, in its standard deviations.", float, default=0.1)
+@options.option(
+    "--tolerance", "Largest change in the output, in its standard deviations.", float, default=0.1
+)
 @options.architecture
 @options.option("-o --output", "File to write (default: NAME-baked.safetensors).", Path)
 @options.force
 @options.json
-def command(model: str, output: Path | None, force: bool, images: int, tolerance: float, **given: Any) -> None:
+def command(
+    model: str, output: Path | None, force: bool, images: int, tolerance: float, **given: Any
+) -> None:
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
 
@@ -34,17 +45,23 @@ def command(model: str, output: Path | None, force: bool, images: int, tolerance
     network = open_network(model, given)
     read_calibration(given, network, images)
     with waiting("baking"):
-        network.model, report = retrofit.bake(network.model, given["calibrate"], tolerance=tolerance)
+        network.model, report = retrofit.bake(
+            network.model, given["calibrate"], tolerance=tolerance
+        )
     rows = []
     for stage in report.stages:
         same = "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"
         rows.append((str(stage.layers), f"{stage.error:.3g}", f"{stage.worst:.3g}", same))
-    show_table(("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows)))
+    show_table(
+        ("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows))
+    )
     kept = [layer for layer in report.layers if not layer.baked]
     for reason in dict.fromkeys(layer.reason for layer in kept):
         say(f"kept: {names(layer.name for layer in kept if layer.reason == reason)}: {reason}")
     chosen, (fitted, judged) = report.chosen, report.images
-    agreement = "" if chosen.top1_agreement is None else f", the same top-1 for {chosen.top1_agreement:.1%}"
+    agreement = (
+        "" if chosen.top1_agreement is None else f", the same top-1 for {chosen.top1_agreement:.1%}"
+    )
     say(
         f"baked {chosen.layers} of {len(report.layers)} layers on {fitted} images: the output changes by "
         f"{chosen.error:.3g} of its standard deviation on {judged} others{agreement}",

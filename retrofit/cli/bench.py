@@ -1,8 +1,8 @@
 """Measure what MODEL costs: time and peak memory for evaluation and for a training step.
 
-An artifact is measured against the network that it was converted from, unless --against names another one. The
-networks take turns; ratios are medians over the turns, with quartiles. A network passed to --against gets images of
-MODEL's size; an artifact gets images of its own size.
+An artifact is measured against the network that it was converted from, unless --against names
+another one. The networks take turns; ratios are medians over the turns, with quartiles. A network
+passed to --against gets images of MODEL's size; an artifact gets images of its own size.
 
 If MODEL and --against are exported files (.onnx), --runtime runs them as they are.
 
@@ -49,12 +49,18 @@ if TYPE_CHECKING:
 def command(model: str, against: str | None, **given: Any) -> None:
     are_files = {Path(name).suffix == ".onnx" for name in (model, against) if name is not None}
     if len(are_files) == 2:
-        raise UsageError("a network and an exported file are measured in different ways; compare two of a kind")
+        raise UsageError(
+            "a network and an exported file are measured in different ways; compare two of a kind"
+        )
     if against == model:
-        raise UsageError(f"{model} would be measured against itself; name another network with --against")
+        raise UsageError(
+            f"{model} would be measured against itself; name another network with --against"
+        )
     import torch
 
-    what, place, answer = (_measure_files if are_files == {True} else _measure_networks)(model, against, given)
+    what, place, answer = (_measure_files if are_files == {True} else _measure_networks)(
+        model, against, given
+    )
     processor = f"{plural(torch.get_num_threads(), 'thread')}, {platform.machine()} CPU"
     machine = torch.cuda.get_device_name(place) if place.type == "cuda" else processor
     machine += f", torch {torch.__version__}"
@@ -78,19 +84,27 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     network = open_network(model, given, beside=against)
     if against is not None:
         size = {"img_size": network.preprocess.input_size[-1]}
-        reference = open_network(against, size if artifact_path(against) is None else {"network": own})
+        reference = open_network(
+            against, size if artifact_path(against) is None else {"network": own}
+        )
     elif network.artifact is not None:
         source = build(network.source)
-        set_record(source, preprocess=network.preprocess)  # so that it gets images of the artifact's size
+        set_record(
+            source, preprocess=network.preprocess
+        )  # so that it gets images of the artifact's size
         against, reference = network.source.name, replace(network, model=source, artifact=None)
     else:
-        raise UsageError(f"{model} is no artifact, whose source would be the reference; give --against MODEL")
+        raise UsageError(
+            f"{model} is no artifact, whose source would be the reference; give --against MODEL"
+        )
     networks = {model: network, against: reference}
     sizes = {name: one.preprocess.input_size for name, one in networks.items()}
     modes = MODES if given["mode"] == "both" else (given["mode"],)
     with progress_bar("measuring") as move:
         setting = Setting(**taken(dict(given), Setting), device=place, amp=precision)
-        costs = measure({name: (one.model, sizes[name]) for name, one in networks.items()}, setting, modes, move)
+        costs = measure(
+            {name: (one.model, sizes[name]) for name, one in networks.items()}, setting, modes, move
+        )
     rows = []
     for cost in costs:
         memory = "1" if cost.memory_ratio is None else f"{cost.memory_ratio:.2f}"
@@ -111,16 +125,29 @@ def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Me
     if against is None:
         raise UsageError(f"{model} is measured against another file; name it with --against")
     runtime: Any = given["runtime"] or "onnxruntime"
-    how = {"batch_size": given["batch_size"], "rounds": given["rounds"], "threads": torch.get_num_threads()}
+    how = {
+        "batch_size": given["batch_size"],
+        "rounds": given["rounds"],
+        "threads": torch.get_num_threads(),
+    }
     with progress_bar("measuring") as move:
-        costs = measure_files({name: Path(name) for name in (model, against)}, runtime, **how, progress=move)
+        costs = measure_files(
+            {name: Path(name) for name in (model, against)}, runtime, **how, progress=move
+        )
     rows = [(cost.file, *_times(cost), f"{cost.bytes / 1e6:.1f}") for cost in costs]
     show_table(("file", "ms a batch", "time ratio", "MB"), rows)
-    return f"in {runtime}", torch.device("cpu"), {"runtime": runtime, "costs": [asdict(cost) for cost in costs]}
+    return (
+        f"in {runtime}",
+        torch.device("cpu"),
+        {"runtime": runtime, "costs": [asdict(cost) for cost in costs]},
+    )
 
 
 def _times(cost: Cost | FileCost) -> tuple[str, str]:
     """Return the time of a batch in milliseconds, and its ratio to the reference's."""
     time, ratio = cost.seconds, cost.time_ratio
     milliseconds = f"{time.median * 1e3:.1f} ({time.low * 1e3:.1f} to {time.high * 1e3:.1f})"
-    return milliseconds, "1" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return (
+        milliseconds,
+        "1" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+    )

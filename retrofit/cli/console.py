@@ -1,6 +1,7 @@
 """What people see (stderr, through rich) and what programs read (stdout, JSON).
 
-The library's sentences name arguments as Python does, in backticks; what is written here names flags.
+The library's sentences name arguments as Python does, in backticks; what is written here names
+flags.
 """
 
 from __future__ import annotations
@@ -22,27 +23,38 @@ if TYPE_CHECKING:
 
     from retrofit.surgery import Plan
 
-_LOG_WIDTH = 120  # where stderr is no terminal, a table should not be squeezed into 80 columns
-_GAP = 3  # between two columns of a table
-_NARROW, _SENTENCE = 14, 20  # no column is made narrower than that, and the last one not than this
-_WIDE = 100  # a terminal that has room for long lines
-_EVERY = 30.0  # seconds between lines of progress, where there is no terminal
-_PERIOD = 600.0  # seconds of the past by which the time that is left is told
-_ROWS = 16  # of a table: what is shown must not grow with the model
+# where stderr is no terminal, a table should not be squeezed into 80 columns
+_LOG_WIDTH = 120
+# between two columns of a table
+_GAP = 3
+# no column is made narrower than that, and the last one not than this
+_NARROW, _SENTENCE = 14, 20
+# a terminal that has room for long lines
+_WIDE = 100
+# seconds between lines of progress, where there is no terminal
+_EVERY = 30.0
+# seconds of the past by which the time that is left is told
+_PERIOD = 600.0
+# of a table: what is shown must not grow with the model
+_ROWS = 16
 
 _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
 
 
 def in_flags(text: str, command: click.Command | None = None) -> str:
-    """Return "pass `num_classes=7`" as "pass --num-classes 7", in the flags of `command`, or of click's current one.
+    """Return "pass `num_classes=7`" as "pass --num-classes 7", in the flags of `command`, or of
+    click's current one.
 
-    An option is named after the Python argument that it sets, so `source` is --from where a command declares
-    `click.option("--from", "source")`. Names without an option in the command, or a group's commands, are left as is.
+    An option is named after the Python argument that it sets, so `source` is --from where a command
+    declares `click.option("--from", "source")`. Names without an option in the command, or a
+    group's commands, are left as is.
     """
     if command is None and (context := click.get_current_context(silent=True)) is not None:
         command = context.command
     commands = [] if command is None else [command, *getattr(command, "commands", {}).values()]
-    options = {one.name: one for each in commands for one in each.params if isinstance(one, click.Option)}
+    options = {
+        one.name: one for each in commands for one in each.params if isinstance(one, click.Option)
+    }
 
     def flag(match: re.Match[str]) -> str:
         option = options.get(match[1])
@@ -60,7 +72,9 @@ def literal(text: str) -> Any:
 
 
 def _as_typed(option: click.Option, text: str | None) -> str:
-    """Return an option as a user types it, with a value that Python's text names; a placeholder (FILE) stays as is."""
+    """Return an option as a user types it, with a value that Python's text names; a placeholder
+    (FILE) stays as is.
+    """
     name = max(option.opts, key=len)
     if text is None:
         return name
@@ -103,16 +117,20 @@ def emit(values: dict[str, Any]) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
-    """Write a table to stderr; the first column holds numbers, and a column without entries is left out.
+    """Write a table to stderr; the first column holds numbers, and a column without entries is left
+    out.
 
-    Rows beyond a limit are counted, not shown. Where the terminal is too narrow, the last column is broken between
-    words, and entries of the others are shortened in the middle, those of the widest column first.
+    Rows beyond a limit are counted, not shown. Where the terminal is too narrow, the last column is
+    broken between words, and entries of the others are shortened in the middle, those of the widest
+    column first.
     """
     from rich import box
     from rich.table import Table
 
     console = stderr()
-    if not (filled := [number for number in range(len(columns)) if any(row[number] for row in rows)]):
+    if not (
+        filled := [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    ):
         return
     head = [columns[number] for number in filled]
     shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
@@ -138,11 +156,21 @@ def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def show_plan(plan: Plan, full: bool = False) -> None:
-    """Write what a plan does to the layers and to what surrounds them: one line for each, or for each kind."""
+    """Write what a plan does to the layers and to what surrounds them: one line for each, or for
+    each kind.
+    """
     if full:
-        show_lines([(row.name or ROOT, row.source, row.fate, row.reason) for row in (*plan.layers, *plan.edits)])
+        show_lines(
+            [
+                (row.name or ROOT, row.source, row.fate, row.reason)
+                for row in (*plan.layers, *plan.edits)
+            ]
+        )
         return
-    kinds = [(str(len(group)), source, fate, names(group), why) for (source, fate, why), group in plan.alike().items()]
+    kinds = [
+        (str(len(group)), source, fate, names(group), why)
+        for (source, fate, why), group in plan.alike().items()
+    ]
     show_table(("count", "found", "becomes", "names", "why"), kinds)
 
 
@@ -156,7 +184,9 @@ def names(values: Iterable[str]) -> str:
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
-    """Show a spinner with `text` while something takes its time; nothing where stderr is no terminal."""
+    """Show a spinner with `text` while something takes its time; nothing where stderr is no
+    terminal.
+    """
     from rich.text import Text
 
     console = stderr()
@@ -165,18 +195,35 @@ def waiting(text: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def progress_bar(text: str) -> Iterator[Callable[..., None]]:
-    """Yield a function move(done, total, what) for a progress bar; without a terminal it writes an occasional line."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """Yield a function move(done, total, what) for a progress bar; without a terminal it writes an
+    occasional line.
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     console = stderr()
     shown, written = console.is_terminal, console.get_time()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not shown, speed_estimate_period=_PERIOD) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not shown, speed_estimate_period=_PERIOD
+    ) as bar:
         task = bar.add_task(text, total=None)
 
         def move(done: int, total: int | None, what: str = "") -> None:
             nonlocal written
-            bar.update(task, completed=done, total=total, description=f"{text}: {what}" if what else text)
+            bar.update(
+                task, completed=done, total=total, description=f"{text}: {what}" if what else text
+            )
             if shown or (now := console.get_time()) - written < _EVERY:
                 return
             written, seconds = now, bar.tasks[0].time_remaining

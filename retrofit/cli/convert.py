@@ -1,12 +1,13 @@
 """Convert the normalization layers of MODEL to a target.
 
-At strength 0 the converted network gives the same outputs as its source; this is checked before anything is written.
-Layers that have already been converted keep their strength. A summary goes to stderr and, with --json, one object to
-stdout.
+At strength 0 the converted network gives the same outputs as its source; this is checked before
+anything is written. Layers that have already been converted keep their strength. A summary goes to
+stderr and, with --json, one object to stdout.
 
-Targets: frozen (the constants used in evaluation); ln, gn (per-image statistics); ln-pn, gn-pn (also normalize the
-activation); bnn, lnn, gnn, inn, normal (a power transform after the norm); dbn, dbnn (whitening); evonorm-s0, frn-tlu
-(timm's layers, which have no strength: the outputs change, and convert prints by how much).
+Targets: frozen (the constants used in evaluation); ln, gn (per-image statistics); ln-pn, gn-pn
+(also normalize the activation); bnn, lnn, gnn, inn, normal (a power transform after the norm); dbn,
+dbnn (whitening); evonorm-s0, frn-tlu (timm's layers, which have no strength: the outputs change,
+and convert prints by how much).
 
 \b
     $ retrofit convert resnet50 --to bnn
@@ -47,10 +48,14 @@ if TYPE_CHECKING:
 
 @options.command("convert", __doc__, to="The conversion")
 @options.model
-@options.option("--to", f"{', '.join(CONVERTERS)}.", tuple(CONVERTERS), metavar="TARGET", required=True)
+@options.option(
+    "--to", f"{', '.join(CONVERTERS)}.", tuple(CONVERTERS), metavar="TARGET", required=True
+)
 @options.option("-o --output", "File to write (default: NAME-TARGET.safetensors).", Path)
 @options.option(
-    "--strength", "Strength of the new layers: 0 is the source, 1 the target (default: 0).", click.FloatRange(0, 1)
+    "--strength",
+    "Strength of the new layers: 0 is the source, 1 the target (default: 0).",
+    click.FloatRange(0, 1),
 )
 @options.weights
 @options.plan
@@ -68,7 +73,12 @@ def command(model: str, to: str, output: Path | None, force: bool, **given: Any)
     network = open_network(model, given)
     read_calibration(given, network)
     source = network.source
-    facts = {"schema": 1, "model": source.name, "library": source.library, "weights": network.weights}
+    facts = {
+        "schema": 1,
+        "model": source.name,
+        "library": source.library,
+        "weights": network.weights,
+    }
     try:
         with waiting("converting, and running the network before and after"):
             network.model, report = retrofit.convert(network.model, to, **given)
@@ -87,9 +97,12 @@ def command(model: str, to: str, output: Path | None, force: bool, **given: Any)
     if report.classifies:
         whose = f" --network {source}" if own else ""
         say(f"next: retrofit evaluate {shlex.quote(str(output))}{whose} --data-dir DIR")
-    else:  # evaluate and finetune know classes alone
+    # evaluate and finetune know classes alone
+    else:
         into = ", into=YOUR_NETWORK" if own else ""
-        say(f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks")
+        say(
+            f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks"
+        )
     emit({**facts, **report.to_dict(), "output": str(output)})
 
 
@@ -109,6 +122,10 @@ def _show(report: Report) -> None:
     if report.agreement is not None:
         same, images = report.agreement["same"], report.agreement["images"]
         at = "untrained" if report.strength is None else "at strength 1, untrained"
-        say(f"{at}, {same / images:.1%} of the predictions are the source's ({same} of {images} images)")
+        say(
+            f"{at}, {same / images:.1%} of the predictions are the source's ({same} of {images} images)"
+        )
     if report.change is not None:
-        say(f"at strength {report.strength:g} the output on the example inputs changes: {report.change}")
+        say(
+            f"at strength {report.strength:g} the output on the example inputs changes: {report.change}"
+        )

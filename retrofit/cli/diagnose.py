@@ -1,4 +1,5 @@
-"""Measure how normal MODEL's features are, whether it collapses, and what noise does to it, layer by layer.
+"""Measure how normal MODEL's features are, whether it collapses, and what noise does to it, layer
+by layer.
 
 Write a page (index.html) with figures, the figures as PNG files, and results.json to a folder.
 
@@ -19,20 +20,27 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.command("diagnose", __doc__, against="The measurement")
 @options.model
 @options.against("Second network to measure alongside MODEL.")
-@options.option("--images", "Maximum number of images to measure on.", click.IntRange(2), default=200)
-# On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes as long as computing.
+@options.option(
+    "--images", "Maximum number of images to measure on.", click.IntRange(2), default=200
+)
+# On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes
+# as long as computing.
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
 @options.option("--channels", "Channels per plot.", click.IntRange(1), default=20)
 @options.device
 @options.option("--seed", "Random seed for channels, values and noise.", int, default=0)
-@options.option("-o --output folder", "Folder to write (default: NAME-diagnosis).", Path, metavar="DIR")
+@options.option(
+    "-o --output folder", "Folder to write (default: NAME-diagnosis).", Path, metavar="DIR"
+)
 @options.attack
 @options.data
 @options.weights
 @options.architecture
 @options.force
 @options.json
-def command(model: str, against: str | None, folder: Path | None, force: bool, **given: Any) -> None:
+def command(
+    model: str, against: str | None, folder: Path | None, force: bool, **given: Any
+) -> None:
     from retrofit.cli.network import device_named, file_stem, open_data, open_network
     from retrofit.diagnose.diagnosis import diagnose, labelled_batches
     from retrofit.diagnose.report_folder import check_folder, sentences, write_report
@@ -49,12 +57,21 @@ def command(model: str, against: str | None, folder: Path | None, force: bool, *
         name = file_stem(against)
         networks[f"{name} (against)" if name in networks else name] = open_network(against, second)
     models = {name: network.facts for name, network in networks.items()}
-    facts = {"schema": 1, "models": models, "data": given["data_dir"] or given["dataset"], "seed": given["seed"]}
+    facts = {
+        "schema": 1,
+        "models": models,
+        "data": given["data_dir"] or given["dataset"],
+        "seed": given["seed"],
+    }
     diagnoses = {}
     for name, network in networks.items():
         data = open_data(network, dict(given))
         batches = labelled_batches(network, data, given["images"], given["batch_size"])
-        how = {"channels": given["channels"], "seed": given["seed"], "attack": attack_on(network.preprocess, *attack)}
+        how = {
+            "channels": given["channels"],
+            "seed": given["seed"],
+            "attack": attack_on(network.preprocess, *attack),
+        }
         with progress_bar(f"measuring {name}") as move:
             diagnoses[name] = diagnose(network.model.to(place), batches, **how, progress=move)
     for sentence in sentences(diagnoses):

@@ -1,7 +1,7 @@
 """Measure MODEL's top-1 and top-5 accuracy, with its own preprocessing.
 
-MODEL may also be an .onnx file written by `retrofit export`, whose metadata says how to preprocess images.
-Images that cannot be read are listed and left out of the figures.
+MODEL may also be an .onnx file written by `retrofit export`, whose metadata says how to preprocess
+images. Images that cannot be read are listed and left out of the figures.
 
 \b
     $ retrofit evaluate tf_efficientnet_lite0 --checkpoint lite0.pth --match order \\
@@ -30,7 +30,17 @@ from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
 from retrofit.utils.text import plural
 
-_OF_FILES = ("model", "data_dir", "dataset", "split", "class_map", "batch_size", "workers", "runtime", "json")
+_OF_FILES = (
+    "model",
+    "data_dir",
+    "dataset",
+    "split",
+    "class_map",
+    "batch_size",
+    "workers",
+    "runtime",
+    "json",
+)
 _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no gradients"
 
 
@@ -74,11 +84,20 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: A
     if result.skipped:
         warn(f"{plural(len(result.skipped), 'image')} cannot be read: {names(result.skipped)}")
     if result.not_finite:
-        warn(f"{plural(result.not_finite, 'image')} gave scores that are not finite, counted as wrong")
+        warn(
+            f"{plural(result.not_finite, 'image')} gave scores that are not finite, counted as wrong"
+        )
     say(f"top-1 {result.top1:.2f}% ({result.correct1} of {result.images})", "bold")
     say(f"top-5 {result.top5:.2f}% ({result.correct5} of {result.images})", "bold")
     answer |= result.to_dict()
     if under is not None:
-        say(f"top-1 {result.attacked_top1:.2f}% ({result.attacked1} of {result.images}) under {under}", "bold")
-        answer["attack"] = {**under.to_dict(), "top1": result.attacked_top1, "correct1": result.attacked1}
+        say(
+            f"top-1 {result.attacked_top1:.2f}% ({result.attacked1} of {result.images}) under {under}",
+            "bold",
+        )
+        answer["attack"] = {
+            **under.to_dict(),
+            "top1": result.attacked_top1,
+            "correct1": result.attacked1,
+        }
     emit(answer)

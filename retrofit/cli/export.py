@@ -1,6 +1,8 @@
-"""Export MODEL to ONNX at its current strength: fold its normalization, and check the file against PyTorch.
+"""Export MODEL to ONNX at its current strength: fold its normalization, and check the file against
+PyTorch.
 
-The batch size is dynamic unless --batch fixes it. A file that differs by more than the tolerance is not written.
+The batch size is dynamic unless --batch fixes it. A file that differs by more than the tolerance is
+not written.
 
 \b
     $ retrofit export resnet50-ln.safetensors -o resnet50.onnx
@@ -22,30 +24,49 @@ if TYPE_CHECKING:
     from retrofit.export.request import Precision
 
 
-_IMAGES = 256  # to fit on, and to check on: half each
+# to fit on, and to check on: half each
+_IMAGES = 256
 
 
-@options.command("export", __doc__, path="The file", fold="Approximation and precision", report="Output")
+@options.command(
+    "export", __doc__, path="The file", fold="Approximation and precision", report="Output"
+)
 @options.model
 @options.option("-o --output path", "File to write (default: NAME.onnx).", Path)
 @options.option("--opset", "ONNX opset, 18 to 22.", int, default=18)
 @options.option("--batch", "Fix the batch size, as some networks require.", int)
 @options.option("--dynamic-size", "Let height and width vary as well as the batch size.", bool)
-@options.option("--fold", "Keep the power transform exact, or approximate it.", ("exact", "poly"), default="exact")
+@options.option(
+    "--fold",
+    "Keep the power transform exact, or approximate it.",
+    ("exact", "poly"),
+    default="exact",
+)
 @options.option(
     "--for runtime",
     "Approximate with polynomials or, for openvino, lines that fuse into convolutions (default: onnxruntime).",
     options.RUNTIMES,
 )
-@options.option("--degree", "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as needed).", int)
+@options.option(
+    "--degree",
+    "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as needed).",
+    int,
+)
 @options.option(
     "--tolerance",
     "Largest difference, as a fraction of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with --half, "
     "0.3 with --int8).",
     float,
 )
-@options.option("--calibrate", f"Folder or .tar of images; {_IMAGES} are used to fit and check.", Path, metavar="DIR")
-@options.option("--freeze-lambda", "Fix estimated lambdas at their mean over the --calibrate images.", bool)
+@options.option(
+    "--calibrate",
+    f"Folder or .tar of images; {_IMAGES} are used to fit and check.",
+    Path,
+    metavar="DIR",
+)
+@options.option(
+    "--freeze-lambda", "Fix estimated lambdas at their mean over the --calibrate images.", bool
+)
 @options.option("--half", "Write float16, which halves the size.", bool)
 @options.option("--int8", "Quantize to INT8, with ranges from the --calibrate images.", bool)
 @options.weights
@@ -55,7 +76,13 @@ _IMAGES = 256  # to fit on, and to check on: half each
 @options.force
 @options.json
 def command(
-    model: str, path: Path | None, half: bool, int8: bool, report: Path | None, force: bool, **given: Any
+    model: str,
+    path: Path | None,
+    half: bool,
+    int8: bool,
+    report: Path | None,
+    force: bool,
+    **given: Any,
 ) -> None:
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
@@ -72,7 +99,9 @@ def command(
     read_calibration(given, network, _IMAGES)
     try:
         with waiting("exporting"):
-            result = retrofit.export_onnx(network.model, path, precision=precision, report=report, force=force, **given)
+            result = retrofit.export_onnx(
+                network.model, path, precision=precision, report=report, force=force, **given
+            )
     except ComparisonError as failed:
         asked = {"fold": given["fold"], "precision": precision, "opset": given["opset"]}
         nothing = {"output": None, "bytes": 0, "parity": failed.comparison.to_dict(), "nodes": {}}
@@ -88,7 +117,10 @@ def _show(report: ExportReport) -> None:
     rows = []
     for kind in dict.fromkeys(layer.kind for layer in report.layers):
         layers = [layer for layer in report.layers if layer.kind == kind]
-        errors = (_largest(layer.max_error for layer in layers), _largest(layer.rms_error for layer in layers))
+        errors = (
+            _largest(layer.max_error for layer in layers),
+            _largest(layer.rms_error for layer in layers),
+        )
         rows.append((str(len(layers)), kind, *errors, names(layer.name for layer in layers)))
     show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
     parity, agreement = report.parity, ""
@@ -96,11 +128,18 @@ def _show(report: ExportReport) -> None:
         agreement = f", the same top-1 for {parity.top1_agreement:.1%} of {report.judged}"
     say(f"check passed: {parity}, tolerance {parity.tolerance * parity.scale:.3g}{agreement}")
     if report.guessed:
-        warn(f"judged on {report.judged}, which are unlike photographs; give images with --calibrate DIR")
-    say(f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)", "bold")
+        warn(
+            f"judged on {report.judged}, which are unlike photographs; give images with --calibrate DIR"
+        )
+    say(
+        f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)",
+        "bold",
+    )
 
 
 def _largest(errors: Iterable[float | None]) -> str:
-    """Return the largest error, as a share of the layers' standard deviation; empty if all are exact."""
+    """Return the largest error, as a share of the layers' standard deviation; empty if all are
+    exact.
+    """
     known = [error for error in errors if error is not None]
     return f"{max(known):.2g}" if known else ""

@@ -1,12 +1,14 @@
-"""Train MODEL, a converted network, while its strength (if any) rises to 1 from the file's value (0 after convert).
+"""Train MODEL, a converted network, while its strength (if any) rises to 1 from the file's value (0
+after convert).
 
-A network that has not been converted is trained as it is, as a control run. By default, the learning rate warms up
-over a tenth of the epochs (at least one), and the gradient is clipped to norm 1.
+A network that has not been converted is trained as it is, as a control run. By default, the
+learning rate warms up over a tenth of the epochs (at least one), and the gradient is clipped to
+norm 1.
 
-Every setting below can also go in a recipe: a YAML file, or one listed by `retrofit recipes`; flags take
-precedence. The run folder holds the resolved recipe, metrics, plots, last.safetensors, best.safetensors (the highest
-top-1 of the epochs whose strength is closest to its final value) and the state from which --resume continues exactly.
-Ctrl-C and SIGTERM save before ending the run.
+Every setting below can also go in a recipe: a YAML file, or one listed by `retrofit recipes`; flags
+take precedence. The run folder holds the resolved recipe, metrics, plots, last.safetensors,
+best.safetensors (the highest top-1 of the epochs whose strength is closest to its final value) and
+the state from which --resume continues exactly. Ctrl-C and SIGTERM save before ending the run.
 
 \b
     $ retrofit convert resnet18 --to ln --img-size 32
@@ -52,13 +54,23 @@ _GROUPS = {
 }
 """The first option of each group of the help."""
 _METAVARS = {"number": "F", "integer": "N", "string": "NAME", "array": "A,B,..."}
-_NAMED = {"data_dir": "DIR", "checkpoint": "FILE", "class_map": "FILE", "scale": "F,F", "ratio": "F,F"}
+_NAMED = {
+    "data_dir": "DIR",
+    "checkpoint": "FILE",
+    "class_map": "FILE",
+    "scale": "F,F",
+    "ratio": "F,F",
+}
 
 
 def _settings(function: Any) -> Any:
     """Make a flag for each recipe setting; the values are checked with the rest of the recipe."""
     for name, known in reversed(Recipe.model_json_schema()["properties"].items()):
-        flag, text, kind = f"--{name.replace('_', '-')}", known["description"], known.get("anyOf", [known])[0]
+        flag, text, kind = (
+            f"--{name.replace('_', '-')}",
+            known["description"],
+            known.get("anyOf", [known])[0],
+        )
         if known["default"] not in (None, "", []):
             text = f"{text.rstrip('.')} (default: {_shown(known['default'])})."
         if kind["type"] == "boolean":
@@ -66,7 +78,9 @@ def _settings(function: Any) -> Any:
             function = options.option(f"{flag}/{off}", text, bool, default=None)(function)
         elif name != "model":
             metavar = _NAMED.get(name) or "|".join(kind.get("enum", ())) or _METAVARS[kind["type"]]
-            function = options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)(function)
+            function = options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)(
+                function
+            )
     return function
 
 
@@ -86,13 +100,23 @@ def _shown(value: Any) -> str:
     metavar="NAME|FILE",
     shell_complete=lambda _context, _param, typed: options.completed(recipe_summaries(), typed),
 )
-@options.option("-o --output folder", "Folder to write (default: runs/MODEL-RECIPE).", Path, metavar="DIR")
+@options.option(
+    "-o --output folder", "Folder to write (default: runs/MODEL-RECIPE).", Path, metavar="DIR"
+)
 @options.option("--resume", "Resume the run in this folder.", Path, metavar="DIR")
 @options.network
 @_settings
 @options.json
-def command(recipe: str | None, folder: Path | None, resume: Path | None, network: str | None, **settings: Any) -> None:
-    speaks = os.environ.get("RANK", "0") == "0"  # the first process does, for all that torchrun started
+def command(
+    recipe: str | None,
+    folder: Path | None,
+    resume: Path | None,
+    network: str | None,
+    **settings: Any,
+) -> None:
+    speaks = (
+        os.environ.get("RANK", "0") == "0"
+    )  # the first process does, for all that torchrun started
     given = {name: value for name, value in settings.items() if value is not None}
     with _signals() as received:
         from retrofit.cli.network import file_stem, introduce
@@ -107,16 +131,25 @@ def command(recipe: str | None, folder: Path | None, resume: Path | None, networ
             run = load_recipe(recipe, given)
             own = run.model is not None and run.model.startswith("py:")
             if own and "model" not in given:
-                raise UsageError(f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself")
+                raise UsageError(
+                    f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself"
+                )
             opened, network = recipe_network(run, network), run.model if own else network
             name = file_stem(str(run.model)) + ("" if recipe is None else f"-{Path(recipe).stem}")
-            free = map(Path("runs").joinpath, chain([name], (f"{name}-{number}" for number in count(2))))
+            free = map(
+                Path("runs").joinpath, chain([name], (f"{name}-{number}" for number in count(2)))
+            )
             folder = folder or next(path for path in free if not path.exists())
             if speaks:
                 introduce(opened)
         with progress_bar("training") as move:
             result = finetune(
-                opened, run, folder, resume=resume is not None, callback=_Progress(move), stop=lambda: bool(received)
+                opened,
+                run,
+                folder,
+                resume=resume is not None,
+                callback=_Progress(move),
+                stop=lambda: bool(received),
             )
     if speaks:
         _conclude(folder, result, network)
@@ -131,7 +164,10 @@ class _Progress(RunCallback):
         self._move = move
 
     def note(self, text: str) -> None:
-        say(text if text.startswith("warning") else f"note: {text}", "yellow" if text.startswith("warning") else None)
+        say(
+            text if text.startswith("warning") else f"note: {text}",
+            "yellow" if text.startswith("warning") else None,
+        )
 
     def started(self, folder: Path) -> None:
         say(f"run: {folder}")
@@ -152,7 +188,9 @@ class _Progress(RunCallback):
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the signal asking the run to stop; a second one ends the run at once."""
+    """Yield a list that receives the signal asking the run to stop; a second one ends the run at
+    once.
+    """
     received: list[int] = []
 
     def handle(number: int, _frame: Any) -> None:
@@ -170,7 +208,9 @@ def _signals() -> Iterator[list[int]]:
 
 def _conclude(folder: Path, result: Position, network: str | None) -> None:
     if result.unreadable:
-        warn(f"{plural(len(result.unreadable), 'image')} cannot be read: {names(result.unreadable)}")
+        warn(
+            f"{plural(len(result.unreadable), 'image')} cannot be read: {names(result.unreadable)}"
+        )
     artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")
     if result.finished:
         best = "" if result.best is None else f", best top-1 {result.best:.2f}%"
@@ -179,6 +219,11 @@ def _conclude(folder: Path, result: Position, network: str | None) -> None:
     else:
         say(f"stopped and saved at step {result.step} of {result.steps}", "bold")
         processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        start = "retrofit" if processes == "1" else f"torchrun --nproc-per-node {processes} -m retrofit"
-        say(f"next: {start} finetune --resume {folder}" + (f" --network {network}" if network else ""))
+        start = (
+            "retrofit" if processes == "1" else f"torchrun --nproc-per-node {processes} -m retrofit"
+        )
+        say(
+            f"next: {start} finetune --resume {folder}"
+            + (f" --network {network}" if network else "")
+        )
     emit({"schema": 1, "folder": str(folder), **result.to_dict(), "output": str(artifact)})

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 @options.command("inspect", __doc__, to="The conversion", full="Output")
 @options.model
-@options.option("--to", "Show what a conversion to this target would do.", tuple(CONVERTERS), metavar="TARGET")
+@options.option(
+    "--to", "Show what a conversion to this target would do.", tuple(CONVERTERS), metavar="TARGET"
+)
 @options.plan
 @options.architecture
 @options.option("--full", "List every layer on its own line.", bool)
@@ -46,13 +48,21 @@ def command(model: str, to: str | None, full: bool, **given: Any) -> None:
     from retrofit.networks.models import open_model
     from retrofit.surgery.families import find_norms, functional_norms
 
-    own = taken(given, open_model)  # the others are a conversion's
+    # the others are a conversion's
+    own = taken(given, open_model)
     if to is None and (flags := [name for name, value in given.items() if value not in (None, ())]):
         raise UsageError(f"`{flags[0]}` belongs to a conversion; give --to TARGET too")
     network = open_model(model, **own)
     rows = [_row(layer) for layer in find_norms(network.model)]
-    counts, functional = dict(Counter(row["source"] for row in rows)), functional_norms(network.model)
-    answer: dict[str, Any] = {"schema": 1, "model": network.source.name, "library": network.source.library}
+    counts, functional = (
+        dict(Counter(row["source"] for row in rows)),
+        functional_norms(network.model),
+    )
+    answer: dict[str, Any] = {
+        "schema": 1,
+        "model": network.source.name,
+        "library": network.source.library,
+    }
     answer |= {"layers": rows, "counts": counts, "functional": functional}
     if to is not None:
         read_calibration(given, network)
@@ -62,18 +72,30 @@ def command(model: str, to: str | None, full: bool, **given: Any) -> None:
         answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
     else:
         if full:
-            show_lines([(row["name"] or ROOT, row["source"], row["family"] or "", row["reason"]) for row in rows])
+            show_lines(
+                [
+                    (row["name"] or ROOT, row["source"], row["family"] or "", row["reason"])
+                    for row in rows
+                ]
+            )
         else:
             _show_census(rows)
-        say(f"{plural(len(rows), 'normalization layer')}; add --to TARGET to see what becomes of them")
+        say(
+            f"{plural(len(rows), 'normalization layer')}; add --to TARGET to see what becomes of them"
+        )
     for sentence in functional:
         say(f"note: {sentence}")
     emit(answer)
 
 
 def _row(layer: "NormLayer") -> dict[str, Any]:
-    """Return what --json says about a layer; `channels` is the size of the axis that affine parameters run along."""
-    sizes = (getattr(layer.module, name, None) for name in ("num_features", "num_channels", "normalized_shape"))
+    """Return what --json says about a layer; `channels` is the size of the axis that affine
+    parameters run along.
+    """
+    sizes = (
+        getattr(layer.module, name, None)
+        for name in ("num_features", "num_channels", "normalized_shape")
+    )
     size = next((size for size in sizes if size is not None), None)
     channels = size if size is None or isinstance(size, int) else int(size[-1])
     row = {"name": layer.name, "source": layer.label, "family": layer.family, "channels": channels}

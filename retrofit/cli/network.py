@@ -1,4 +1,6 @@
-"""The network and the images that a command line names, and the file that it writes; imported when a command runs."""
+"""The network and the images that a command line names, and the file that it writes; imported when
+a command runs.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -20,7 +22,9 @@ from retrofit.utils.text import one_line
 
 def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """Pop the arguments of a function from those that a command was given."""
-    return {name: given.pop(name) for name in inspect.signature(function).parameters if name in given}
+    return {
+        name: given.pop(name) for name in inspect.signature(function).parameters if name in given
+    }
 
 
 def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
@@ -36,7 +40,10 @@ def open_network(text: str, given: dict[str, Any], beside: str | None = None) ->
 
 def introduce(network: Network) -> None:
     """Write whose weights a network has, how far it is converted, and every warning to stderr."""
-    say(weights_sentence(network.weights), "bold yellow" if network.weights["kind"] == "random" else "bold")
+    say(
+        weights_sentence(network.weights),
+        "bold yellow" if network.weights["kind"] == "random" else "bold",
+    )
     if (strength := strength_sentence(network.model)) is not None:
         say(strength)
     for warning in network.warnings:
@@ -59,22 +66,34 @@ def read_calibration(given: dict[str, Any], network: Network, images: int = 128)
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return a device to run on, by default a GPU if there is one; a UsageError says that there is no such device."""
+    """Return a device to run on, by default a GPU if there is one; a UsageError says that there is
+    no such device.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
-    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError, ...
+    except (
+        Exception
+        # torch raises RuntimeError, AssertionError, NotImplementedError, ...
+    ) as error:
         why = one_line(error).rstrip(".")
-        raise UsageError(f"cannot use `device={name!r}` ({why}); leave it out or use cpu") from error
+        raise UsageError(
+            f"cannot use `device={name!r}` ({why}); leave it out or use cpu"
+        ) from error
 
 
 def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
-    """Pop the device and the data type of mixed precision (None for none) from a command's arguments.
+    """Pop the device and the data type of mixed precision (None for none) from a command's
+    arguments.
 
     The default data type is bfloat16 on a CPU, float16 elsewhere.
     """
-    device, amp, amp_dtype = device_named(given.pop("device")), given.pop("amp"), given.pop("amp_dtype")
+    device, amp, amp_dtype = (
+        device_named(given.pop("device")),
+        given.pop("amp"),
+        given.pop("amp_dtype"),
+    )
     if amp_dtype is not None and not amp:
         raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
     half = amp_dtype or ("bfloat16" if device.type == "cpu" else "float16")
@@ -82,23 +101,31 @@ def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
 
 
 def output_file(given: Path | None, default: str, force: bool) -> Path:
-    """Return the file that a command writes, what -o says or `default`; a RetrofitError says why it cannot be written.
+    """Return the file that a command writes, what -o says or `default`; a RetrofitError says why it
+    cannot be written.
 
-    A name with a different ending from `default`'s is a UsageError: with --force it could be the artifact that is read.
+    A name with a different ending from `default`'s is a UsageError: with --force it could be the
+    artifact that is read.
     """
     output = given or Path(default)
     if output.suffix != (ending := Path(default).suffix):
-        raise UsageError(f"{output} would not be recognised later; give -o a name that ends in {ending}")
+        raise UsageError(
+            f"{output} would not be recognised later; give -o a name that ends in {ending}"
+        )
     ensure_writable(output, force)
     return output
 
 
 def file_stem(model: str) -> str:
-    """Return the part of a MODEL string that names a file: no library prefix, no folders, no file ending."""
+    """Return the part of a MODEL string that names a file: no library prefix, no folders, no file
+    ending.
+    """
     prefix, rest = split_prefix(model)
     if prefix == "py":
         return rest.replace(":", "-")
     path = Path(rest if prefix in ("tv", "torchvision", "hf-hub", "local-dir") else model)
     stem = path.name.removesuffix(".safetensors")
-    in_run = stem in ("best", "last") and path.parent.name  # of a fine-tuning run, whose folder tells it from others
+    in_run = (
+        stem in ("best", "last") and path.parent.name
+    )  # of a fine-tuning run, whose folder tells it from others
     return f"{path.parent.name}-{stem}" if in_run else stem

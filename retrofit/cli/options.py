@@ -34,9 +34,17 @@ GROUPS = {
 
 MODEL = "timm name, tv:NAME, hf-hub:ID, local-dir:DIR, py:MODULE:CALLABLE (your own), or a retrofit .safetensors file."
 
-_METAVARS = {"integer": "N", "integer range": "N", "float": "F", "float range": "F", "path": "FILE", "text": "NAME"}
+_METAVARS = {
+    "integer": "N",
+    "integer range": "N",
+    "float": "F",
+    "float range": "F",
+    "path": "FILE",
+    "text": "NAME",
+}
 
-_ENOUGH = 2  # typed characters from which names of networks are worth the seconds that importing timm takes
+# typed characters from which names of networks are worth the seconds that importing timm takes
+_ENOUGH = 2
 
 
 class Grouped(click.Command):
@@ -64,14 +72,19 @@ def refuse_flags(reason: str, *, but: Collection[str]) -> None:
     refused = [
         max(one.opts, key=len) if isinstance(one, click.Option) else one.human_readable_name
         for one in context.command.params
-        if context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE and one.name not in but
+        if context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE
+        and one.name not in but
     ]
     if refused:
         raise UsageError(f"{reason}; drop {', '.join(refused)}")
 
 
-def complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete files and, once a few characters are typed, the networks of timm or, after tv:, torchvision."""
+def complete_model(
+    _ctx: click.Context, _param: click.Parameter, typed: str
+) -> list[CompletionItem]:
+    """Complete files and, once a few characters are typed, the networks of timm or, after tv:,
+    torchvision.
+    """
     known: Iterable[str] = ()
     if typed.startswith("tv:"):
         from torchvision.models import list_models
@@ -115,13 +128,17 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
         return load_file(path)
     except (OSError, SafetensorError) as error:
         advice = "write them with safetensors, named as the arguments of the network's `forward`"
-        raise RetrofitError(f"{path} holds no example inputs ({with_class(error)}); {advice}") from error
+        raise RetrofitError(
+            f"{path} holds no example inputs ({with_class(error)}); {advice}"
+        ) from error
 
 
 def option(flags: str, help: str, kind: Any = str, **rest: Any) -> Decorator:
-    """Make an option of `flags`, which may end in the name of the argument that it sets; help ends in the default.
+    """Make an option of `flags`, which may end in the name of the argument that it sets; help ends
+    in the default.
 
-    `kind` is bool for a switch, a tuple of words, Path, a click type, or a function from text to a value.
+    `kind` is bool for a switch, a tuple of words, Path, a click type, or a function from text to a
+    value.
     """
     if rest.get("default") not in (None, ""):
         help = f"{help.rstrip('.')} (default: {rest['default']})."
@@ -151,7 +168,9 @@ def _conversion_option(name: str, known: Option) -> Decorator:
 
 
 def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:
-    """Make a command whose help has the groups of options below, and `groups`: title by first option."""
+    """Make a command whose help has the groups of options below, and `groups`: title by first
+    option.
+    """
     return click.command(name, cls=Grouped, groups=GROUPS | groups, help=help)
 
 
@@ -178,7 +197,9 @@ inputs = option(
     callback=_inputs,
 )
 network = option(
-    "--network", "Function that builds your own network, if MODEL was converted from it.", metavar="py:MODULE:CALLABLE"
+    "--network",
+    "Function that builds your own network, if MODEL was converted from it.",
+    metavar="py:MODULE:CALLABLE",
 )
 
 architecture = _stacked(
@@ -199,9 +220,20 @@ architecture = _stacked(
 weights = _stacked(
     option("--pretrained", "Fetch the library's pretrained weights (default: random).", bool),
     option("--checkpoint", "Load weights from a .safetensors, .pth, .pt or .bin file.", Path),
-    option("--match", "Pair its tensors by name, or by order and shape (default: name).", ("name", "order")),
-    option("--checkpoint-key", "Which weights, if it holds several: model_ema, state_dict, ..., or a name prefix."),
-    option("--checkpoint-partial", "Load the tensors that fit; list those left random or left out.", bool),
+    option(
+        "--match",
+        "Pair its tensors by name, or by order and shape (default: name).",
+        ("name", "order"),
+    ),
+    option(
+        "--checkpoint-key",
+        "Which weights, if it holds several: model_ema, state_dict, ..., or a name prefix.",
+    ),
+    option(
+        "--checkpoint-partial",
+        "Load the tensors that fit; list those left random or left out.",
+        bool,
+    ),
 )
 
 data = _stacked(
@@ -214,7 +246,11 @@ data = _stacked(
 precision = _stacked(
     device,
     option("--amp", "Use mixed precision.", bool),
-    option("--amp-dtype", "Data type for --amp (default: float16; bfloat16 on cpu).", ("float16", "bfloat16")),
+    option(
+        "--amp-dtype",
+        "Data type for --amp (default: float16; bfloat16 on cpu).",
+        ("float16", "bfloat16"),
+    ),
     option("--channels-last", "Use the channels-last memory format.", bool),
 )
 
@@ -226,12 +262,22 @@ plan = _stacked(
         multiple=True,
         metavar="FAMILY",
     ),
-    option("--only", "Convert only layers whose name matches; repeatable.", multiple=True, metavar="REGEX"),
+    option(
+        "--only",
+        "Convert only layers whose name matches; repeatable.",
+        multiple=True,
+        metavar="REGEX",
+    ),
     option("--skip", "Keep layers whose name matches; repeatable.", multiple=True, metavar="REGEX"),
     *(_conversion_option(name, known) for name, known in OPTIONS.items()),
 )
 
 attack = _stacked(
     option("--attack", "Also measure top-1 under this attack.", ("fgsm", "pgd")),
-    option("--eps", "Largest change to a pixel, with pixels from 0 to 1 (default: 4/255).", _fraction, metavar="N/255"),
+    option(
+        "--eps",
+        "Largest change to a pixel, with pixels from 0 to 1 (default: 4/255).",
+        _fraction,
+        metavar="N/255",
+    ),
 )

@@ -1,7 +1,8 @@
-"""Measure what the papers measure, layer by layer, on a network and images; the network is left as it was.
+"""Measure what the papers measure, layer by layer, on a network and images; the network is left as
+it was.
 
-Images pass batch by batch: moments are gathered as they go, quantiles from a few thousand values a channel, so memory
-does not grow with their number.
+Images pass batch by batch: moments are gathered as they go, quantiles from a few thousand values a
+channel, so memory does not grow with their number.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,12 +34,17 @@ Item = TypeVar("Item")
 
 NOISE_LEVELS = (0.0, 0.1, 0.25, 0.5, 1.0)
 INJECTED = 0.1
-_VALUES = 2048  # of a channel in a batch, for a Q-Q plot
+# of a channel in a batch, for a Q-Q plot
+_VALUES = 2048
 _PAIRS, _PAIR_VALUES = 8, 400
-FEWEST = 50  # values of a channel, below which statistics of pairs say nothing
-_POSITIONS = 4096  # of a channel in an image, evenly spread, for the activation's linearity
-_SOURCES = 4  # layers that get noise
-_NOISE_IMAGES = 16  # followed through the layers, which takes two copies of a batch
+# values of a channel, below which statistics of pairs say nothing
+FEWEST = 50
+# of a channel in an image, evenly spread, for the activation's linearity
+_POSITIONS = 4096
+# layers that get noise
+_SOURCES = 4
+# followed through the layers, which takes two copies of a batch
+_NOISE_IMAGES = 16
 
 
 @dataclass(frozen=True)
@@ -46,35 +52,55 @@ class Layer:
     """What was found about one normalization layer."""
 
     name: str
-    kind: str  # class name
-    r2: float | None  # mean R^2 of the Q-Q plots of what the affine gets: after the power transform, where there is one
-    r2_before: float | None  # the same before the transform; None where there is none
+    # class name
+    kind: str
+    r2: (
+        float | None
+    )  # mean R^2 of the Q-Q plots of what the affine gets: after the power transform, where there is one
+    # the same before the transform; None where there is none
+    r2_before: float | None
     power: Power
-    henze_zirkler: float | None  # mean over pairs of channels; None where no pair varies, or a batch has too few values
-    dependence: float | None  # mean adjusted mutual information over the same pairs
-    linearity: float | None  # how close to linear the activation that directly follows acts; None without one
-    # Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a running average is
-    # used, else over the normalized sets of the first images; None without a transform.
+    henze_zirkler: (
+        float | None
+    )  # mean over pairs of channels; None where no pair varies, or a batch has too few values
+    # mean adjusted mutual information over the same pairs
+    dependence: float | None
+    linearity: (
+        float | None
+    )  # how close to linear the activation that directly follows acts; None without one
+    # Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a
+    # running average is used, else over the normalized sets of the first images; None without a
+    # transform.
     lmbda: tuple[float, ...] | None
-    plot: meters.QQ | None = field(repr=False, compare=False)  # of the channel whose R^2 is the median one
+    plot: meters.QQ | None = field(
+        repr=False, compare=False
+    )  # of the channel whose R^2 is the median one
 
 
 @dataclass(frozen=True)
 class Attenuation:
     """What is left, layer by layer, of noise added at one layer."""
 
-    source: str  # the layer whose output got the noise
-    layers: tuple[str, ...]  # it and those after it whose output varies, in the order in which they are called
-    errors: tuple[float, ...]  # of each one's output: |noisy - clean| / |clean - its mean over images and positions|
+    # the layer whose output got the noise
+    source: str
+    layers: tuple[
+        str, ...
+    ]  # it and those after it whose output varies, in the order in which they are called
+    errors: tuple[
+        float, ...
+    ]  # of each one's output: |noisy - clean| / |clean - its mean over images and positions|
 
 
 @dataclass(frozen=True)
 class InputNoise:
     """Answers under noise on the images."""
 
-    level: float  # standard deviation of the noise, in units of the normalized image
-    top1: float | None  # percent right; None without labels
-    agreement: float  # percent of answers that are those without noise
+    # standard deviation of the noise, in units of the normalized image
+    level: float
+    # percent right; None without labels
+    top1: float | None
+    # percent of answers that are those without noise
+    agreement: float
 
 
 @dataclass(frozen=True)
@@ -89,13 +115,19 @@ class UnderAttack:
 class Diagnosis:
     """What was found about a network."""
 
-    images: int  # that were measured
-    layers: tuple[Layer, ...]  # that were called, in the model's order
-    noise: tuple[Attenuation, ...]  # where noise injected at some layers went
-    input_noise: tuple[InputNoise, ...]  # empty where the model gives no class scores
-    # Layers that subtract no mean, are one with their activation, or do not hold the images in their first dimension.
+    # that were measured
+    images: int
+    # that were called, in the model's order
+    layers: tuple[Layer, ...]
+    # where noise injected at some layers went
+    noise: tuple[Attenuation, ...]
+    # empty where the model gives no class scores
+    input_noise: tuple[InputNoise, ...]
+    # Layers that subtract no mean, are one with their activation, or do not hold the images in
+    # their first dimension.
     unmeasured: tuple[str, ...] = ()
-    attack: UnderAttack | None = None  # None where none was asked for, or there are no labels
+    # None where none was asked for, or there are no labels
+    attack: UnderAttack | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the points of the Q-Q plots."""
@@ -106,7 +138,9 @@ class Diagnosis:
 
 
 def labelled_batches(network: Network, data: ImageData, images: int, batch_size: int) -> Batches:
-    """Return up to `images` images of a set in batches, with labels if these are known to be the network's outputs."""
+    """Return up to `images` images of a set in batches, with labels if these are known to be the
+    network's outputs.
+    """
     labelled = True
     if data.matched == "order":
         pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
@@ -127,13 +161,16 @@ def diagnose(
     attack: Attack | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
-    """Measure a network with normalization layers, on any device; its mode, hooks and statistics end as they were.
+    """Measure a network with normalization layers, on any device; its mode, hooks and statistics
+    end as they were.
 
-    A batch is preprocessed images, (N, C, H, W), and their labels or None. All are passed over at least twice, so a
-    loader that reads them when asked for (`sample_loader`) keeps memory small. Q-Q plots are of `channels` of each
-    layer, in `plotted` batches, evenly spread (20 and 10 are figure 6's); `seed` chooses channels, values and noise. An
-    `attack` on the images counts the answers that stay right. `progress` gets (done, in all, what). A RetrofitError
-    says that the network calls no normalization layer or gives scores that are not finite, or that there are no images.
+    A batch is preprocessed images, (N, C, H, W), and their labels or None. All are passed over at
+    least twice, so a loader that reads them when asked for (`sample_loader`) keeps memory small.
+    Q-Q plots are of `channels` of each layer, in `plotted` batches, evenly spread (20 and 10 are
+    figure 6's); `seed` chooses channels, values and noise. An `attack` on the images counts the
+    answers that stay right. `progress` gets (done, in all, what). A RetrofitError says that the
+    network calls no normalization layer or gives scores that are not finite, or that there are no
+    images.
     """
     every_probe, unmeasured = probes(model)
     if not len(batches):
@@ -149,10 +186,16 @@ def diagnose(
         apart = without_image_rows(model, [probe.layer for probe in every_probe], first[:1])
         rowless = [probe.name for probe in every_probe if probe.layer in apart]
         if len(rowless) == len(every_probe):
-            what = "the model has no normalization layer that holds the images in its first dimension"
+            what = (
+                "the model has no normalization layer that holds the images in its first dimension"
+            )
             raise RetrofitError(f"{what}, to diagnose; `retrofit inspect` lists what a model has")
         every = -(-len(batches) // plotted)
-        observers = [_Observer(probe, channels, seed, every) for probe in every_probe if probe.layer not in apart]
+        observers = [
+            _Observer(probe, channels, seed, every)
+            for probe in every_probe
+            if probe.layer not in apart
+        ]
         _follow_activations(model, observers)
         images, clean = 0, []
         with hooked(one.probe.layer.register_forward_pre_hook(one.observe) for one in observers):
@@ -160,14 +203,19 @@ def diagnose(
                 scores = model(pixels)
                 if isinstance(scores, Tensor) and scores.ndim == 2:
                     if not scores.isfinite().all():
-                        raise RetrofitError("the network gives scores that are not finite; check its weights")
+                        raise RetrofitError(
+                            "the network gives scores that are not finite; check its weights"
+                        )
                     clean.append(scores.argmax(1))
                 images += len(pixels)
         called = [observer for observer in observers if observer.seen]
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
         lambdas = lambda_values(model, first)
-        layers = [one.result(lambdas.get(one.probe.name)) for one in _reported("statistics", called, progress)]
+        layers = [
+            one.result(lambdas.get(one.probe.name))
+            for one in _reported("statistics", called, progress)
+        ]
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
         few = min(len(batches), -(-_NOISE_IMAGES // len(first)))
@@ -177,11 +225,17 @@ def diagnose(
             followed = attenuation(model, live, source, pixels, seed)
             noise += [followed] if followed.errors else []
         answers = input_noise(model, passed_over("input noise"), clean, seed) if clean else []
-        attacked = under_attack(model, passed_over("attack"), clean, attack) if clean and attack else None
-    return Diagnosis(images, tuple(layers), tuple(noise), tuple(answers), (*unmeasured, *rowless), attacked)
+        attacked = (
+            under_attack(model, passed_over("attack"), clean, attack) if clean and attack else None
+        )
+    return Diagnosis(
+        images, tuple(layers), tuple(noise), tuple(answers), (*unmeasured, *rowless), attacked
+    )
 
 
-def _reported(what: str, items: Sequence[Item] | DataLoader[Item], progress: Progress | None) -> Iterator[Item]:
+def _reported(
+    what: str, items: Sequence[Item] | DataLoader[Item], progress: Progress | None
+) -> Iterator[Item]:
     for number, item in enumerate(items, 1):
         yield item
         if progress is not None:
@@ -238,19 +292,27 @@ class _Observer:
         self._plots += [plot for column in values.T if (plot := meters.qq(column)) is not None]
         if self.probe.transforms:
             self._generator.set_state(state)
-            before = meters.sample(self.probe.normalized(x, transformed=False), channels, _VALUES, self._generator)
-            self._before += [plot.r2 for column in before.T if (plot := meters.qq(column)) is not None]
+            before = meters.sample(
+                self.probe.normalized(x, transformed=False), channels, _VALUES, self._generator
+            )
+            self._before += [
+                plot.r2 for column in before.T if (plot := meters.qq(column)) is not None
+            ]
         if not self._pairs:
             enough = values[:_PAIR_VALUES].T if len(values) >= FEWEST else ()
             live = [column for column in enough if column.std() > 0]
-            self._pairs = [np.stack(pair, 1) for pair in zip(live[0::2], live[1::2], strict=False)][:_PAIRS]
+            self._pairs = [np.stack(pair, 1) for pair in zip(live[0::2], live[1::2], strict=False)][
+                :_PAIRS
+            ]
 
     def result(self, lmbda: Tensor | None) -> Layer:
         """Return the layer's figures; `lmbda` are its estimates, if it has any."""
         quantiles = None
         if lmbda is not None:
             used = 1 + float(self.probe.layer.effective_alpha) * (lmbda.double() - 1)  # type: ignore[arg-type]
-            quantiles = tuple(np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist())
+            quantiles = tuple(
+                np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist()
+            )
         ranked = sorted(self._plots, key=lambda plot: plot.r2)
         return Layer(
             name=self.probe.name,
@@ -272,12 +334,16 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return float(np.mean(finite)) if finite else None
 
 
-def attenuation(model: nn.Module, live: Sequence[Probe], source: Probe, pixels: Tensor, seed: int) -> Attenuation:
-    """Add Gaussian noise, `INJECTED` times each channel's standard deviation, to one layer's output and follow it.
+def attenuation(
+    model: nn.Module, live: Sequence[Probe], source: Probe, pixels: Tensor, seed: int
+) -> Attenuation:
+    """Add Gaussian noise, `INJECTED` times each channel's standard deviation, to one layer's output
+    and follow it.
 
-    Eftekhari & Papyan (2025, section 2.1.2 and appendix A.1) follow the mean squared error between noisy and clean
-    activations. Here it is its root, divided by the spread of the clean ones, so that layers of any scale compare. The
-    batch goes through twice as one, its second half with noise; so nothing of the clean run is stored.
+    Eftekhari & Papyan (2025, section 2.1.2 and appendix A.1) follow the mean squared error between
+    noisy and clean activations. Here it is its root, divided by the spread of the clean ones, so
+    that layers of any scale compare. The batch goes through twice as one, its second half with
+    noise; so nothing of the clean run is stored.
     """
     errors: dict[str, float] = {}
     generator = torch.Generator().manual_seed(seed)
@@ -287,7 +353,9 @@ def attenuation(model: nn.Module, live: Sequence[Probe], source: Probe, pixels: 
         shape = [1] * clean.ndim
         shape[source.channel_axis(clean)] = -1
         spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
-        drawn = torch.randn(clean.shape, generator=generator, dtype=torch.float32, device="cpu").to(clean)
+        drawn = torch.randn(clean.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            clean
+        )
         return torch.cat([clean, clean + INJECTED * spread * drawn])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
@@ -303,8 +371,11 @@ def attenuation(model: nn.Module, live: Sequence[Probe], source: Probe, pixels: 
     return Attenuation(source.name, tuple(errors), tuple(errors.values()))
 
 
-def input_noise(model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], seed: int) -> list[InputNoise]:
-    """Measure a classifier's answers on images with Gaussian noise, the same noise for every network.
+def input_noise(
+    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], seed: int
+) -> list[InputNoise]:
+    """Measure a classifier's answers on images with Gaussian noise, the same noise for every
+    network.
 
     `answers` are the classes (N,) that it names for each batch without noise.
     """
@@ -312,7 +383,9 @@ def input_noise(model: nn.Module, batches: Iterable[Batch], answers: Iterable[Te
     labelled = True
     generator = torch.Generator().manual_seed(seed)
     for (pixels, labels), clean in zip(batches, answers, strict=True):
-        drawn = torch.randn(pixels.shape, generator=generator, dtype=torch.float32, device="cpu").to(pixels)
+        drawn = torch.randn(
+            pixels.shape, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(pixels)
         images += len(pixels)
         labelled &= labels is not None
         for place, level in enumerate(NOISE_LEVELS):

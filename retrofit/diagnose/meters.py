@@ -1,18 +1,20 @@
-"""What is measured of a layer's features: how close to normal they are, where their power lies, what becomes of them.
+"""What is measured of a layer's features: how close to normal they are, where their power lies,
+what becomes of them.
 
-`qq`, `henze_zirkler` and `dependence` are given a few values of a batch (`sample`). The meters gather moments image by
-image; their size is that of the channels (Labatie et al. 2021).
+`qq`, `henze_zirkler` and `dependence` are given a few values of a batch (`sample`). The meters
+gather moments image by image; their size is that of the channels (Labatie et al. 2021).
 
-`PowerMeter` splits a layer's power over scales and channels (section 3). Where a channel's power lies mostly in its
-mean over the data set (`P1` near 1), the activation that follows sees hardly more than a constant and acts almost
-linearly: the channel has collapsed.
+`PowerMeter` splits a layer's power over scales and channels (section 3). Where a channel's power
+lies mostly in its mean over the data set (`P1` near 1), the activation that follows sees hardly
+more than a constant and acts almost linearly: the channel has collapsed.
 
-`LinearityMeter` measures how close to linear an activation acts (after appendix A.2.1): the squared correlation of its
-input and output, 1 where the channel never reaches the bend. The paper's own measure fits a line too (eqs. 8 and 9),
-but its powers are moments about zero, in which a constant counts as explained; here variation counts.
+`LinearityMeter` measures how close to linear an activation acts (after appendix A.2.1): the squared
+correlation of its input and output, 1 where the channel never reaches the bend. The paper's own
+measure fits a line too (eqs. 8 and 9), but its powers are moments about zero, in which a constant
+counts as explained; here variation counts.
 
-A `Probe` says what a normalization layer makes of an input before the transform, after it, and after its affine, by the
-layer's parameters alone: no hook runs, and no running statistic moves.
+A `Probe` says what a normalization layer makes of an input before the transform, after it, and
+after its affine, by the layer's parameters alone: no hook runs, and no running statistic moves.
 """
 
 import copy
@@ -33,17 +35,26 @@ from retrofit.surgery.families import find_norms
 
 FloatArray = NDArray[np.float64]
 
-_CURVE = 64  # points kept of a Q-Q plot
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+# points kept of a Q-Q plot
+_CURVE = 64
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 @dataclass(frozen=True)
 class QQ:
     """One Q-Q plot: a channel of one batch against the normal distribution."""
 
-    r2: float  # coefficient of determination of the line of best fit
-    theoretical: FloatArray  # normal quantiles, thinned out for drawing
-    ordered: FloatArray  # the sample's ordered values there, standardized
+    # coefficient of determination of the line of best fit
+    r2: float
+    # normal quantiles, thinned out for drawing
+    theoretical: FloatArray
+    # the sample's ordered values there, standardized
+    ordered: FloatArray
 
 
 def qq(sample: FloatArray) -> QQ | None:
@@ -51,7 +62,10 @@ def qq(sample: FloatArray) -> QQ | None:
     spread = sample.std()
     if not np.isfinite(spread) or spread <= 1e-12 * max(1.0, np.abs(sample).max()):
         return None
-    theoretical, ordered = _normal_quantiles(len(sample)), np.sort((sample - sample.mean()) / spread)
+    theoretical, ordered = (
+        _normal_quantiles(len(sample)),
+        np.sort((sample - sample.mean()) / spread),
+    )
     r = np.corrcoef(theoretical, ordered)[0, 1]
     places = np.unique(np.linspace(0, len(ordered) - 1, _CURVE).round().astype(int))
     return QQ(float(r) ** 2, theoretical[places], ordered[places])
@@ -59,8 +73,12 @@ def qq(sample: FloatArray) -> QQ | None:
 
 @cache
 def _normal_quantiles(values: int) -> FloatArray:
-    """Return what that many ordered values are plotted against: the normal quantiles of Filliben's medians of ranks."""
-    ranks = (torch.arange(1, values + 1, dtype=torch.float64, device="cpu") - 0.3175) / (values + 0.365)
+    """Return what that many ordered values are plotted against: the normal quantiles of Filliben's
+    medians of ranks.
+    """
+    ranks = (torch.arange(1, values + 1, dtype=torch.float64, device="cpu") - 0.3175) / (
+        values + 0.365
+    )
     ranks[-1] = 0.5 ** (1 / values)
     ranks[0] = 1 - ranks[-1]
     quantiles: FloatArray = torch.special.ndtri(ranks).numpy()
@@ -68,17 +86,22 @@ def _normal_quantiles(values: int) -> FloatArray:
 
 
 def henze_zirkler(pair: FloatArray) -> float:
-    """Return the Henze-Zirkler statistic of (n, 2) values: the larger, the further from jointly normal.
+    """Return the Henze-Zirkler statistic of (n, 2) values: the larger, the further from jointly
+    normal.
 
-    It is n times a weighted squared distance between the characteristic function of the standardized values and that
-    of the normal distribution (Henze and Zirkler 1990, theorem 3.1, in d = 2 dimensions), and 4 n where one column is
-    a multiple of the other.
+    It is n times a weighted squared distance between the characteristic function of the
+    standardized values and that of the normal distribution (Henze and Zirkler 1990, theorem 3.1, in
+    d = 2 dimensions), and 4 n where one column is a multiple of the other.
     """
     n, d = pair.shape
     covariance = np.cov(pair, rowvar=False, bias=True)
     if np.linalg.matrix_rank(covariance) < d:
         return 4.0 * n
-    y = np.linalg.solve(np.linalg.cholesky(covariance), (pair - pair.mean(0)).T).T  # mean 0, covariance 1
+    y = np.linalg.solve(
+        np.linalg.cholesky(covariance),
+        (pair - pair.mean(0)).T,
+        # mean 0, covariance 1
+    ).T
     lengths = (y * y).sum(1)
     gaps = np.maximum(lengths[:, None] + lengths - 2 * y @ y.T, 0.0)
     beta2 = (n * (2 * d + 1) / 4) ** (2 / (d + 4)) / 2
@@ -88,7 +111,9 @@ def henze_zirkler(pair: FloatArray) -> float:
 
 
 def dependence(pair: FloatArray, bins: int = 10) -> float:
-    """Return the adjusted mutual information of (n, 2) values, each cut into equally filled bins; 0 if independent."""
+    """Return the adjusted mutual information of (n, 2) values, each cut into equally filled bins; 0
+    if independent.
+    """
     from sklearn.metrics import adjusted_mutual_info_score
 
     cut = [np.searchsorted(np.quantile(v, np.linspace(0, 1, bins + 1)[1:-1]), v) for v in pair.T]
@@ -109,13 +134,20 @@ def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator)
 
 @dataclass(frozen=True)
 class Power:
-    """Shares of a layer's power, each averaged over channels; p1 to p4 sum to 1 (eq. 5 over its left side)."""
+    """Shares of a layer's power, each averaged over channels; p1 to p4 sum to 1 (eq. 5 over its
+    left side).
+    """
 
-    p1: float  # power of the mean over the data set
-    p2: float  # variance between images of their means
-    p3: float  # power of the mean over images of their standard deviations
-    p4: float  # variance between images of their standard deviations
-    balance: float  # (sum of channel powers)^2 / (C * sum of their squares): 1 if all are equal, 1/C if one has all
+    # power of the mean over the data set
+    p1: float
+    # variance between images of their means
+    p2: float
+    # power of the mean over images of their standard deviations
+    p3: float
+    # variance between images of their standard deviations
+    p4: float
+    # (sum of channel powers)^2 / (C * sum of their squares): 1 if all are equal, 1/C if one has all
+    balance: float
 
 
 class _Meter:
@@ -126,7 +158,8 @@ class _Meter:
         self._sums: Any = 0
 
     def _add(self, moments: list[Tensor]) -> None:
-        self._sums = self._sums + torch.stack(moments).sum(1)  # of (N, C) each
+        # of (N, C) each
+        self._sums = self._sums + torch.stack(moments).sum(1)
         self._images += len(moments[0])
 
 
@@ -136,14 +169,19 @@ class PowerMeter(_Meter):
     def update(self, y: Tensor) -> None:
         """Add what the layer passes on, of shape (N, C, positions)."""
         mean = y.mean(2, keepdim=True)
-        std = torch.linalg.vector_norm(y - mean, dim=2).double() / y.shape[2] ** 0.5  # many times as fast as torch.std
+        std = (
+            torch.linalg.vector_norm(y - mean, dim=2).double() / y.shape[2] ** 0.5
+        )  # many times as fast as torch.std
         mean = mean.squeeze(2).double()
         self._add([mean, mean.square(), std, std.square()])
 
     def result(self) -> Power:
         """Return the shares over all images."""
-        mean, square, std, variance = self._sums / self._images  # (4, C)
-        terms = torch.stack([mean.square(), square - mean.square(), std.square(), variance - std.square()]).clamp_min(0)
+        # (4, C)
+        mean, square, std, variance = self._sums / self._images
+        terms = torch.stack(
+            [mean.square(), square - mean.square(), std.square(), variance - std.square()]
+        ).clamp_min(0)
         power, tiny = terms.sum(0), torch.finfo(terms.dtype).tiny
         p1, p2, p3, p4 = (terms.sum(1) / power.sum().clamp_min(tiny)).cpu().tolist()
         squares = power.square().sum().clamp_min(tiny)
@@ -157,37 +195,48 @@ class LinearityMeter(_Meter):
         """Add the activation's input and output, each of shape (N, C, positions)."""
         mean_x, mean_z = x.mean(2, keepdim=True), z.mean(2, keepdim=True)
         x, z = x - mean_x, z - mean_z
-        aa, bb, ab = (torch.linalg.vecdot(u, v).double() / x.shape[2] for u, v in ((x, x), (z, z), (x, z)))
+        aa, bb, ab = (
+            torch.linalg.vecdot(u, v).double() / x.shape[2] for u, v in ((x, x), (z, z), (x, z))
+        )
         a, b = mean_x.squeeze(2).double(), mean_z.squeeze(2).double()
         self._add([a, b, aa + a * a, bb + b * b, ab + a * b])
 
     def result(self) -> float:
         """Return the mean over channels; one whose output does not vary counts as linear."""
-        a, b, aa, bb, ab = self._sums / self._images  # (5, C)
+        # (5, C)
+        a, b, aa, bb, ab = self._sums / self._images
         var_a, var_b = (aa - a * a).clamp_min(0), (bb - b * b).clamp_min(0)
         share = (ab - a * b).square() / (var_a * var_b).clamp_min(torch.finfo(var_a.dtype).tiny)
         return float(torch.where(var_b <= 1e-12 * bb, 1.0, share).clamp_max(1).mean())
 
 
 class Probe:
-    """One normalization layer; its tensors are read when they are needed, so that it stays valid while they change."""
+    """One normalization layer; its tensors are read when they are needed, so that it stays valid
+    while they change.
+    """
 
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name, self.layer, self.kind = name, layer, type(layer).__name__
         self._bare: Any = copy.copy(layer)
         self._bare._modules = {
-            key: nn.Identity() if key in ("drop", "act") else child for key, child in layer._modules.items()
+            key: nn.Identity() if key in ("drop", "act") else child
+            for key, child in layer._modules.items()
         }
         for hooks in _HOOKS:
             setattr(self._bare, hooks, OrderedDict())
         self._bare.training = False
-        self.transforms = isinstance(layer, NormalityMixin)  # whether it applies the power transform
+        self.transforms = isinstance(
+            layer, NormalityMixin
+        )  # whether it applies the power transform
 
     def normalized(self, x: Tensor, transformed: bool = True) -> Tensor:
-        """Return what the affine gets, the transform included unless not `transformed`, as (N, C, positions)."""
+        """Return what the affine gets, the transform included unless not `transformed`, as (N, C,
+        positions).
+        """
         neutral = self._neutral()
         running = getattr(self.layer, "running_lambda", None)
-        if not transformed and isinstance(running, Tensor):  # strength 0 would undo whitening too
+        # strength 0 would undo whitening too
+        if not transformed and isinstance(running, Tensor):
             neutral["running_lambda"] = torch.ones_like(running)
         elif not transformed and self.transforms:
             neutral["strength"] = strength_code(0.0, x.device)
@@ -214,7 +263,11 @@ class Probe:
         neutral: dict[str, Tensor] = {}
         weight, bias = (getattr(self.layer, key, None) for key in ("weight", "bias"))
         if isinstance(weight, Tensor):
-            gain = getattr(self.layer, "gain", None) if isinstance(self.layer, MigratedGroupNorm) else None
+            gain = (
+                getattr(self.layer, "gain", None)
+                if isinstance(self.layer, MigratedGroupNorm)
+                else None
+            )
             neutral["weight"] = torch.ones_like(weight) if gain is None else gain.to(weight)
         if isinstance(bias, Tensor):
             neutral["bias"] = torch.zeros_like(bias)
@@ -222,7 +275,8 @@ class Probe:
 
 
 def probes(model: nn.Module) -> tuple[list[Probe], list[str]]:
-    """Return a probe for every normalization layer that standardizes, and the names of those that do not, or do more.
+    """Return a probe for every normalization layer that standardizes, and the names of those that
+    do not, or do more.
 
     Each module has one probe; both lists are in the model's order.
     """

@@ -1,5 +1,5 @@
-"""Write a diagnosis of one network, or two beside each other: PNG figures, results.json and a page that opens from
-disk, in one folder, whole or not at all.
+"""Write a diagnosis of one network, or two beside each other: PNG figures, results.json and a page
+that opens from disk, in one folder, whole or not at all.
 """
 
 import base64
@@ -22,9 +22,11 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_folder, ensure_writable
 from retrofit.utils.text import printable, shortlist
 
-Networks = Mapping[str, Diagnosis]  # one or two, by the name to show
+# one or two, by the name to show
+Networks = Mapping[str, Diagnosis]
 
-_RESULTS = "results.json"  # marks a folder as a report of ours, which may be replaced
+# marks a folder as a report of ours, which may be replaced
+_RESULTS = "results.json"
 _STYLE = Path(__file__).with_name("report.css")
 _FIGURES = {
     "R²": "r2", "R² before": "r2_before",
@@ -34,17 +36,28 @@ _FIGURES = {
 """The columns of numbers: a title, and the attribute of a layer."""
 _COLLAPSED = 0.5
 _LINEAR = 0.95
-_WIDTH = 4.4  # inches, as wide as a telephone shows at a readable size
+# inches, as wide as a telephone shows at a readable size
+_WIDTH = 4.4
 _LAYER = "layer (number in the table)"
 _RC: dict[str, Any] = {
-    **{"figure.constrained_layout.use": True, "savefig.dpi": 220, "axes.grid": True, "axes.axisbelow": True},
+    **{
+        "figure.constrained_layout.use": True,
+        "savefig.dpi": 220,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+    },
     **{"font.size": 8, "axes.labelsize": 10, "axes.titlesize": 9, "grid.linewidth": 0.6},
     **dict.fromkeys(("axes.edgecolor", "grid.color"), "#d8dee4"),
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#1f2328"),
 }
 _COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
-_SHARE_NAMES = ("P1 data set", "P2 between images, mean", "P3 within images", "P4 between images, spread")
+_SHARE_NAMES = (
+    "P1 data set",
+    "P2 between images, mean",
+    "P3 within images",
+    "P4 between images, spread",
+)
 
 TEXTS = {
     "gaussianity": "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is "
@@ -73,10 +86,12 @@ TEXTS = {
 class Plot(NamedTuple):
     """A figure of a report."""
 
-    name: str  # of the file, without ending
+    # of the file, without ending
+    name: str
     title: str
     draw: Callable[[Figure, Networks], None]
-    height: float  # inches
+    # inches
+    height: float
 
     def png(self, networks: Networks) -> bytes:
         """Return the figure as PNG."""
@@ -85,15 +100,20 @@ class Plot(NamedTuple):
             figure = Figure(figsize=(_WIDTH, self.height))
             self.draw(figure, networks)
             handles, labels = figure.axes[0].get_legend_handles_labels()
-            if labels:  # below the figure, off the data
+            # below the figure, off the data
+            if labels:
                 columns = 2 if max(map(len, labels)) < 28 else 1
-                figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8)
+                figure.legend(
+                    handles, labels, loc="outside lower center", ncols=columns, fontsize=8
+                )
             figure.savefig(stream, format="png", metadata={"Software": None})
         return stream.getvalue()
 
 
 def plots(networks: Networks) -> list[Plot]:
-    """Return the figures in which these networks, one or two diagnoses by the name to show, have something to show."""
+    """Return the figures in which these networks, one or two diagnoses by the name to show, have
+    something to show.
+    """
     count = len(networks)
     layers = [layer for diagnosis in networks.values() for layer in diagnosis.layers]
     filled = {
@@ -141,7 +161,11 @@ def _qq(figure: Figure, networks: Networks) -> None:
     grid = figure.subplots(2 * len(networks), 2, squeeze=False, sharex=True, sharey=True)
     panels = grid.reshape(len(networks), 4)
     for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
-        drawn = [(i, layer.name, layer.plot) for i, layer in enumerate(diagnosis.layers) if layer.plot is not None]
+        drawn = [
+            (i, layer.name, layer.plot)
+            for i, layer in enumerate(diagnosis.layers)
+            if layer.plot is not None
+        ]
         for column, axes in enumerate(row if drawn else ()):
             number, layer, plot = drawn[round(column * (len(drawn) - 1) / 3)]
             axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
@@ -155,7 +179,10 @@ def _qq(figure: Figure, networks: Networks) -> None:
 def _power(figure: Figure, networks: Networks) -> None:
     column = figure.subplots(len(networks), 1, squeeze=False)[:, 0]
     for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
-        shares = [[getattr(layer.power, key) for layer in diagnosis.layers] for key in ("p1", "p2", "p3", "p4")]
+        shares = [
+            [getattr(layer.power, key) for layer in diagnosis.layers]
+            for key in ("p1", "p2", "p3", "p4")
+        ]
         axes.stackplot(range(len(diagnosis.layers)), shares, colors=_SHARES, labels=_SHARE_NAMES)
         _by_layer(axes)
         axes.margins(x=0)
@@ -171,10 +198,16 @@ def _panels(figure: Figure, networks: Networks, titles: Mapping[str, str], **set
 
 
 _channels = partial(
-    _panels, titles={"power.balance": "channel balance", "linearity": "linearity of the activation"}, ylim=(0, 1.02)
+    _panels,
+    titles={"power.balance": "channel balance", "linearity": "linearity of the activation"},
+    ylim=(0, 1.02),
 )
 _independence = partial(
-    _panels, titles={"henze_zirkler": "Henze-Zirkler statistic", "dependence": "adjusted mutual information"}
+    _panels,
+    titles={
+        "henze_zirkler": "Henze-Zirkler statistic",
+        "dependence": "adjusted mutual information",
+    },
 )
 
 
@@ -183,9 +216,15 @@ def _noise(figure: Figure, networks: Networks) -> None:
     for name, diagnosis, colour in _coloured(networks):
         places = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
         for number, followed in enumerate(diagnosis.noise):
-            points = [(places[n], e) for n, e in zip(followed.layers, followed.errors, strict=True) if e > 0]
+            points = [
+                (places[n], e)
+                for n, e in zip(followed.layers, followed.errors, strict=True)
+                if e > 0
+            ]
             label = None if number else name
-            axes.plot(*zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number, label=label)
+            axes.plot(
+                *zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number, label=label
+            )
     _by_layer(axes)
     axes.set(ylabel="relative error", yscale="log")
 
@@ -209,7 +248,9 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
     labelled = all(d.input_noise and d.input_noise[0].top1 is not None for d in networks.values())
     for name, diagnosis, colour in _coloured(networks):
         levels = [entry.level for entry in diagnosis.input_noise]
-        shares: list[Any] = [entry.top1 if labelled else entry.agreement for entry in diagnosis.input_noise]
+        shares: list[Any] = [
+            entry.top1 if labelled else entry.agreement for entry in diagnosis.input_noise
+        ]
         axes.plot(levels, shares, "o-", color=colour, label=name)
     what = "top-1, %" if labelled else "same answer, %"
     axes.set(xlabel="standard deviation of the noise", ylabel=what, ylim=(0, 102))
@@ -222,23 +263,32 @@ def _by_layer(axes: Axes) -> None:
 
 def check_folder(folder: Path, force: bool) -> None:
     """Make sure that a report may be written to `folder`; a RetrofitError says why not."""
-    place = folder.absolute()  # where it will be written: a ~ that the shell left is a name
+    # where it will be written: a ~ that the shell left is a name
+    place = folder.absolute()
     if folder.is_symlink() or folder.exists():
         if not force:
-            raise RetrofitError(f"{folder} exists; choose another `folder`, or pass `force=True` to replace it")
+            raise RetrofitError(
+                f"{folder} exists; choose another `folder`, or pass `force=True` to replace it"
+            )
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _RESULTS).is_file()):
-            raise RetrofitError(f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`")
-        place = place.with_name(f".{place.name}.tmp")  # the new one is made beside it
+            raise RetrofitError(
+                f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`"
+            )
+        # the new one is made beside it
+        place = place.with_name(f".{place.name}.tmp")
     ensure_writable(place)
 
 
 def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> None:
-    """Write the report of one or two diagnoses by the name to show; `facts` is what else results.json shall hold.
+    """Write the report of one or two diagnoses by the name to show; `facts` is what else
+    results.json shall hold.
 
     A folder that is there is replaced once the new one is whole.
     """
     models = facts.get("models", {})
-    title = _as_html("Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks))
+    title = _as_html(
+        "Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks)
+    )
     page = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -247,8 +297,14 @@ def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> 
         f"<h1>{title}</h1>",
     ]
     for name, diagnosis in networks.items():
-        page.append(f'<p class="soft">{_as_html(_about(name, diagnosis, models.get(name, {})))}</p>')
-    page += ["<ul>", *(f"<li>{_as_html(sentence)}</li>" for sentence in sentences(networks)), "</ul>"]
+        page.append(
+            f'<p class="soft">{_as_html(_about(name, diagnosis, models.get(name, {})))}</p>'
+        )
+    page += [
+        "<ul>",
+        *(f"<li>{_as_html(sentence)}</li>" for sentence in sentences(networks)),
+        "</ul>",
+    ]
     page.append('<div class="figures">')
     with atomic_folder(folder) as staged:
         for plot in plots(networks):
@@ -261,9 +317,14 @@ def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> 
         page.append("</div>")
         for name, diagnosis in networks.items():
             page.append(f"<h2>{_as_html(name)}</h2>{_table(diagnosis.layers)}")
-        results = {**facts, "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()}}
+        results = {
+            **facts,
+            "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()},
+        }
         (staged / _RESULTS).write_text(json.dumps(results, indent=1) + "\n")
-        (staged / "index.html").write_text("\n".join([*page, "</body></html>"]) + "\n", encoding="utf-8")
+        (staged / "index.html").write_text(
+            "\n".join([*page, "</body></html>"]) + "\n", encoding="utf-8"
+        )
 
 
 def _as_html(text: object) -> str:
@@ -283,13 +344,18 @@ def _table(layers: Sequence[Layer]) -> str:
         columns[title] = ["" if value is None else f"{value:z.3f}" for value in values]
     filled = {title: cells for title, cells in columns.items() if any(cells)}
     head = "".join(f"<th>{_as_html(title)}</th>" for title in filled)
-    rows = ("".join(f"<td>{_as_html(cell)}</td>" for cell in row) for row in zip(*filled.values(), strict=True))
+    rows = (
+        "".join(f"<td>{_as_html(cell)}</td>" for cell in row)
+        for row in zip(*filled.values(), strict=True)
+    )
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _titled(name: str, model: Mapping[str, Any]) -> str:
-    """Name a network with its architecture and how far it is converted; its own name says which run it is from."""
+    """Name a network with its architecture and how far it is converted; its own name says which run
+    it is from.
+    """
     target = f" to {model['target']}" if model.get("target") else ""
     strength = "" if model.get("strength") is None else f", t = {model['strength']:.3g}"
     what = f"{model.get('model', name)}{target}{strength}"
@@ -305,7 +371,9 @@ def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:
 
 def sentences(networks: Networks) -> list[str]:
     """Put the main figures of one or two diagnoses, by the name to show, into words."""
-    return [f"{name}: {text}" for name, diagnosis in networks.items() for text in _findings(diagnosis)]
+    return [
+        f"{name}: {text}" for name, diagnosis in networks.items() for text in _findings(diagnosis)
+    ]
 
 
 def _findings(diagnosis: Diagnosis) -> Iterator[str]:

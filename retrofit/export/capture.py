@@ -1,7 +1,8 @@
-"""Capture what a network computes in evaluation: its layers as inference forms, traced once by torch.export.
+"""Capture what a network computes in evaluation: its layers as inference forms, traced once by
+torch.export.
 
-The power transform is one node of the captured graph, `retrofit::power` (a `Transform`), in whose place folding and
-approximations put a `Fit`; all else is plain ATen.
+The power transform is one node of the captured graph, `retrofit::power` (a `Transform`), in whose
+place folding and approximations put a `Fit`; all else is plain ATen.
 """
 
 import copy
@@ -49,12 +50,18 @@ POWER = torch.ops.retrofit.power.default
 class Program:
     """What a network computes in evaluation, in float32 and without gradients."""
 
-    module: Any  # of ATen operations; if it could not be captured, a copy whose layers compute by their forms
+    # of ATen operations; if it could not be captured, a copy whose layers compute by their forms
+    module: Any
     call: Call
-    shapes: torch.export.ShapesCollection  # the dimensions of `call` that may vary
-    batch_norms: frozenset[str]  # those that are no layers of ours
-    layers: dict[str, str] = field(default_factory=dict)  # what each that is called has become: see `FoldedLayer`
-    note: str = ""  # why the network was not captured
+    # the dimensions of `call` that may vary
+    shapes: torch.export.ShapesCollection
+    # those that are no layers of ours
+    batch_norms: frozenset[str]
+    layers: dict[str, str] = field(
+        default_factory=dict
+    )  # what each that is called has become: see `FoldedLayer`
+    # why the network was not captured
+    note: str = ""
 
     def exported(self) -> torch.export.ExportedProgram:
         """Capture the module again, as it is now, without the checks of its input."""
@@ -74,30 +81,43 @@ def capture(
 ) -> Program:
     """Capture a network with an example call; it is not changed.
 
-    The number of samples may vary unless `batch` fixes it; with `dynamic_size` what lies behind the channels may too.
-    `lambdas`, by layer and strength included, take the place of estimates.
+    The number of samples may vary unless `batch` fixes it; with `dynamic_size` what lies behind the
+    channels may too. `lambdas`, by layer and strength included, take the place of estimates.
     """
     net = copied(model).float().eval().requires_grad_(False)
     call = call.resized(batch or max(2, call.batch)).to(device_of(net), torch.float32)
-    batch_norms = frozenset(norm.name for norm in find_norms(net) if norm.family in ("bn", "frozen-bn"))
+    batch_norms = frozenset(
+        norm.name for norm in find_norms(net) if norm.family in ("bn", "frozen-bn")
+    )
     shapes = torch.export.ShapesCollection()
     for x in call.tensors:
         dims = [0] if batch is None and x.ndim and len(x) == call.batch else []
         dims += range(2, x.ndim) if dynamic_size else []
         shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
     program, powers = Program(net, call, shapes, batch_norms), []
-    for name, layer in [(name, layer) for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)]:
+    for name, layer in [
+        (name, layer) for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)
+    ]:
         form = layer.inference_form()
         parts = list(form.modules())
         default = "normalization" if layer.affine_map() is None else "affine"
-        kind = next((kind for cls, kind in _KINDS.items() if any(type(part) is cls for part in parts)), default)
+        kind = next(
+            (kind for cls, kind in _KINDS.items() if any(type(part) is cls for part in parts)),
+            default,
+        )
         for part in parts:
-            if lambdas is not None and name in lambdas and isinstance(part, forms.EstimatedTransform):
+            if (
+                lambdas is not None
+                and name in lambdas
+                and isinstance(part, forms.EstimatedTransform)
+            ):
                 part.freeze(lambdas[name])
                 kind = "frozen"
         if isinstance(layer, ProxyNorm | WeightStandardization | PlainAffine):
-            kind = ""  # it is no normalization
-        if "forward" in vars(layer):  # somebody's own
+            # it is no normalization
+            kind = ""
+        # somebody's own
+        if "forward" in vars(layer):
             program.layers[name] = "kept"
         else:
             vars(layer)["forward"] = partial(_by_form, form, program.layers, name, kind)
@@ -115,11 +135,13 @@ def capture(
     finally:
         for part in powers:
             del vars(part)["forward"]
-    for name in ("train", "eval"):  # they refuse, but the mode of a captured module does not matter
+    # they refuse, but the mode of a captured module does not matter
+    for name in ("train", "eval"):
         vars(program.module).pop(name, None)
     for owner in program.module.modules():
         for name, value in list(vars(owner).items()):
-            if isinstance(value, Tensor):  # a form's constant: as a buffer it moves with the module
+            # a form's constant: as a buffer it moves with the module
+            if isinstance(value, Tensor):
                 delattr(owner, name)
                 owner.register_buffer(name, value)
     program.module.eval()
@@ -127,26 +149,41 @@ def capture(
 
 
 def _by_form(form: nn.Module, layers: dict[str, str], name: str, kind: str, x: Tensor) -> Any:
-    """A layer's forward by its form, which notes that the layer is called, and what it has become so far."""
+    """A layer's forward by its form, which notes that the layer is called, and what it has become
+    so far.
+    """
     if kind:
         layers[name] = kind
     return form.forward(x)
 
 
-def _exported(net: nn.Module, call: Call, shapes: torch.export.ShapesCollection) -> torch.export.ExportedProgram:
+def _exported(
+    net: nn.Module, call: Call, shapes: torch.export.ShapesCollection
+) -> torch.export.ExportedProgram:
     """Run torch.export; a RetrofitError says why it cannot capture the network."""
     try:
         with silence(), torch.no_grad():
-            return torch.export.export(net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False)
-    except Exception as error:  # torch.export raises anything that the network's code does
-        raise RetrofitError(f"torch.export cannot capture the network ({cause_of(error)})") from error
+            return torch.export.export(
+                net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
+            )
+    # torch.export raises anything that the network's code does
+    except Exception as error:
+        raise RetrofitError(
+            f"torch.export cannot capture the network ({cause_of(error)})"
+        ) from error
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of a call of an ATen operator by name, in their order, defaults included."""
+    """Return the arguments of a call of an ATen operator by name, in their order, defaults
+    included.
+    """
     expected = node.target._schema.arguments  # type: ignore[union-attr]
-    values = dict(zip((argument.name for argument in expected), node.args, strict=False)) | node.kwargs
-    return {argument.name: values.get(argument.name, argument.default_value) for argument in expected}
+    values = (
+        dict(zip((argument.name for argument in expected), node.args, strict=False)) | node.kwargs
+    )
+    return {
+        argument.name: values.get(argument.name, argument.default_value) for argument in expected
+    }
 
 
 def users_of(node: Node) -> list[Node]:
@@ -172,8 +209,8 @@ def value_of(module: fx.GraphModule, node: Node) -> Any:
 
 @dataclass(frozen=True)
 class Transform:
-    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, (C,) each in float64, with gamma >= 0, since
-    gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda).
+    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, (C,) each in float64,
+    with gamma >= 0, since gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda).
     """
 
     node: Node
@@ -181,8 +218,10 @@ class Transform:
     lmbda: Tensor
     gamma: Tensor
     beta: Tensor
-    relu: Node | None  # the ReLU or ReLU6 that alone takes the output
-    high: float | None  # its upper limit, inf or 6
+    # the ReLU or ReLU6 that alone takes the output
+    relu: Node | None
+    # its upper limit, inf or 6
+    high: float | None
 
     @classmethod
     def of(cls, module: fx.GraphModule, node: Node) -> "Transform":
@@ -192,27 +231,56 @@ class Transform:
         users = users_of(node)
         high = _upper_limit(users[0]) if len(users) == 1 else None
         relu = None if high is None else users[0]
-        return cls(node, sign, torch.where(gamma < 0, 2 - lmbda, lmbda), gamma.abs(), beta, relu, high)
+        return cls(
+            node, sign, torch.where(gamma < 0, 2 - lmbda, lmbda), gamma.abs(), beta, relu, high
+        )
 
     def exact_form(self) -> "Fit":
-        """Return the transform itself: of one branch, with the ReLU, if the ReLU makes the negative branch dead."""
-        sign, lmbda, gamma, beta, high = (getattr(self, name) for name in ("sign", "lmbda", "gamma", "beta", "high"))
+        """Return the transform itself: of one branch, with the ReLU, if the ReLU makes the negative
+        branch dead.
+        """
+        sign, lmbda, gamma, beta, high = (
+            getattr(self, name) for name in ("sign", "lmbda", "gamma", "beta", "high")
+        )
         if high is None or bool((beta > 0).any()) or lmbda.numel() == 1:
-            return Fit("two branches", 0, torch.ones_like(sign), 0 * sign, [forms.TwoBranch(lmbda, gamma, beta)])
+            return Fit(
+                "two branches",
+                0,
+                torch.ones_like(sign),
+                0 * sign,
+                [forms.TwoBranch(lmbda, gamma, beta)],
+            )
         ratio = -beta / torch.where(gamma > 0, gamma, 1.0)
-        root = torch.where(lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda))
-        live = (gamma > 0) & root.isfinite() & root.exp().isfinite()  # root is log(1 + h0), h0 the function's zero
+        root = torch.where(
+            lmbda == 0, ratio, torch.log1p(lmbda * ratio) / torch.where(lmbda == 0, 1.0, lmbda)
+        )
+        live = (
+            (gamma > 0) & root.isfinite() & root.exp().isfinite()
+        )  # root is log(1 + h0), h0 the function's zero
         to_u = torch.where(live, torch.exp(-root), 0.0)
         near_0 = bool((lmbda.abs() < forms.SMALL_POWER).any())
-        scale, after = torch.where(live, gamma - lmbda * beta, 0.0) / (1.0 if near_0 else lmbda), None
+        scale, after = (
+            torch.where(live, gamma - lmbda * beta, 0.0) / (1.0 if near_0 else lmbda),
+            None,
+        )
         parts = [limits(1.0), OneBranch(lmbda, scale, near_0), limits(None, high)]
         if high == INF:
             parts, after = [limits(1.0), OneBranch(lmbda, None, near_0)], scale
-        return Fit("one branch", 0, to_u, torch.where(live, to_u, 1.0), parts, has_activation=True, after=after)
+        return Fit(
+            "one branch",
+            0,
+            to_u,
+            torch.where(live, to_u, 1.0),
+            parts,
+            has_activation=True,
+            after=after,
+        )
 
 
 def _upper_limit(node: Node) -> float | None:
-    """Return the limit above of a function that is 0 below 0 and else the identity up to it; None for others."""
+    """Return the limit above of a function that is 0 below 0 and else the identity up to it; None
+    for others.
+    """
     if node.target is ATEN.relu.default:
         return INF
     if node.target not in (ATEN.hardtanh.default, ATEN.clamp.default):
@@ -223,18 +291,24 @@ def _upper_limit(node: Node) -> float | None:
 
 @dataclass(frozen=True)
 class Fit:
-    """What takes the place of a transform, as a function of sign * h: scale * h + shift, the parts that follow, and the
-    scale of what they give; (C,) in float64. Errors are shares of the standard deviation of the layer's output.
+    """What takes the place of a transform, as a function of sign * h: scale * h + shift, the parts
+    that follow, and the scale of what they give; (C,) in float64. Errors are shares of the standard
+    deviation of the layer's output.
     """
 
-    form: str  # "affine", "polynomial", "lines", "one branch" or "two branches"
-    size: int  # the degree, or the number of lines
+    # "affine", "polynomial", "lines", "one branch" or "two branches"
+    form: str
+    # the degree, or the number of lines
+    size: int
     scale: Tensor
     shift: Tensor
     parts: list[nn.Module]
-    has_activation: bool = False  # whether a ReLU behind the layer is included; else it stays
-    max_error: float = 0.0  # on what was seen
-    rms_error: float = 0.0  # root mean square, on guessed values too
+    # whether a ReLU behind the layer is included; else it stays
+    has_activation: bool = False
+    # on what was seen
+    max_error: float = 0.0
+    # root mean square, on guessed values too
+    rms_error: float = 0.0
     after: Tensor | None = None
 
     def __call__(self, h: Tensor) -> Tensor:
@@ -248,8 +322,9 @@ class Fit:
 class OneBranch(nn.Module):
     """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where this is 0 for all h <= 0.
 
-    It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function, and gives
-    scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0; what surrounds it can do the rest.
+    It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function, and
+    gives scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0; what
+    surrounds it can do the rest.
     """
 
     lmbda: Tensor
@@ -270,14 +345,16 @@ class OneBranch(nn.Module):
 
 
 def limits(low: float | None, high: float | None = None) -> nn.Module:
-    """Return limits by constants of the whole layer, which runtimes fuse into the convolution before it."""
+    """Return limits by constants of the whole layer, which runtimes fuse into the convolution
+    before it.
+    """
     return forms.FunctionModule(partial(torch.clamp, min=low, max=high))
 
 
 class Polynomial(nn.Module):
-    """p * (c1 + p * (c2 + ...)) per channel of (N, C, *), for a degree of 2 or more. Each multiplication by constants
-    with the addition that follows is a batch normalization, in evaluation: one operation, which ONNX Runtime keeps in
-    the layout of its convolutions.
+    """p * (c1 + p * (c2 + ...)) per channel of (N, C, *), for a degree of 2 or more. Each
+    multiplication by constants with the addition that follows is a batch normalization, in
+    evaluation: one operation, which ONNX Runtime keeps in the layout of its convolutions.
     """
 
     def __init__(self, coefficients: Tensor) -> None:
@@ -290,12 +367,15 @@ class Polynomial(nn.Module):
             scale = torch.ones_like(scale)
 
     def to_convolutions(self) -> None:
-        """Make a depthwise convolution of each batch normalization, for which ONNX Runtime has integer kernels in INT8.
-        Degrees above 3 stay: of the 8 bits of each step little is left in the end.
+        """Make a depthwise convolution of each batch normalization, for which ONNX Runtime has
+        integer kernels in INT8. Degrees above 3 stay: of the 8 bits of each step little is left in
+        the end.
         """
         norms: list[Any] = list(self.steps)
         if len(norms) <= 2:
-            self.steps = nn.ModuleList(forms.GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift) for norm in norms)
+            self.steps = nn.ModuleList(
+                forms.GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift) for norm in norms
+            )
 
     def forward(self, p: Tensor) -> Tensor:
         """Evaluate."""

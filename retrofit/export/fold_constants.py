@@ -1,7 +1,9 @@
-"""Fold constants into the convolutions and linear layers of a captured graph, where who uses what is a fact.
+"""Fold constants into the convolutions and linear layers of a captured graph, where who uses what
+is a fact.
 
-An affine map per channel (evaluation's batch normalization, products and sums with constants) goes into what computes
-its input or what takes its output; a whitening into the convolution before it. Of a power transform a form is left.
+An affine map per channel (evaluation's batch normalization, products and sums with constants) goes
+into what computes its input or what takes its output; a whitening into the convolution before it.
+Of a power transform a form is left.
 """
 
 import math
@@ -16,15 +18,34 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from retrofit.export.capture import POWER, Fit, Program, Transform, arguments, layer_of, shape_of, users_of, value_of
+from retrofit.export.capture import (
+    POWER,
+    Fit,
+    Program,
+    Transform,
+    arguments,
+    layer_of,
+    shape_of,
+    users_of,
+    value_of,
+)
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
 from retrofit.layers.forms import ChannelAffine, ConstantNorm
 
 ATEN = torch.ops.aten
-_AFFINE = operator.pos  # stands for an `Affine` in a graph that is being folded
-_TRANSPOSED = {ATEN.conv_transpose1d.default, ATEN.conv_transpose2d.input, ATEN.conv_transpose3d.input}
+# stands for an `Affine` in a graph that is being folded
+_AFFINE = operator.pos
+_TRANSPOSED = {
+    ATEN.conv_transpose1d.default,
+    ATEN.conv_transpose2d.input,
+    ATEN.conv_transpose3d.input,
+}
 _LINEAR = {ATEN.linear.default, *_TRANSPOSED}
-_LINEAR |= {kind for conv in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d) for kind in (conv.default, conv.padding)}
+_LINEAR |= {
+    kind
+    for conv in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d)
+    for kind in (conv.default, conv.padding)
+}
 _NORM = ATEN._native_batch_norm_legit_no_training.default
 _SUMS = {ATEN.add.Tensor: 1.0, ATEN.sub.Tensor: -1.0}
 _PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
@@ -34,21 +55,28 @@ _PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
 class Affine:
     """scale * x + shift along a dimension: 1, or the last."""
 
-    scale: Tensor  # (C,) in float64, as is `shift`
+    # (C,) in float64, as is `shift`
+    scale: Tensor
     shift: Tensor
     dim: int = 1
-    layers: frozenset[str] = frozenset()  # that it is a part of
-    is_norm: bool = False  # whether it may be written as a batch normalization
+    # that it is a part of
+    layers: frozenset[str] = frozenset()
+    # whether it may be written as a batch normalization
+    is_norm: bool = False
 
     def then(self, other: "Affine") -> "Affine":
         """Return the map that applies this one, then the other."""
         shift = other.scale * self.shift + other.shift
         is_norm = self.is_norm or other.is_norm
-        return Affine(self.scale * other.scale, shift, self.dim, self.layers | other.layers, is_norm)
+        return Affine(
+            self.scale * other.scale, shift, self.dim, self.layers | other.layers, is_norm
+        )
 
 
 def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
-    """Fold a captured program's constants in place, power transforms by `fits`; its `layers` say what each became."""
+    """Fold a captured program's constants in place, power transforms by `fits`; its `layers` say
+    what each became.
+    """
     folding = _Folding(program)
     for node in list(folding.graph.nodes):
         if node.target is POWER:
@@ -61,11 +89,16 @@ def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
     for node in reversed(folding.graph.find_nodes(op="call_function", target=_AFFINE)):
         folding.fold_into_consumer(node)
     folding.lower_affine_maps()
-    folding.graph.eliminate_dead_code(lambda node: node.op not in ("get_attr", "call_function") or node.is_impure())
+    folding.graph.eliminate_dead_code(
+        lambda node: node.op not in ("get_attr", "call_function") or node.is_impure()
+    )
     module = folding.module
     used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
-    held = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    held = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     for name in {name for name, _ in held if not name.startswith(called)} - used:
         owner, _, attribute = name.rpartition(".")
         delattr(module.get_submodule(owner), attribute)
@@ -82,8 +115,14 @@ class _Folding:
         self.maps: dict[Node, Affine] = {}
         self.folded: set[str] = set()
         self.added = 0
-        self.constants: dict[Node, Any] = {}  # what no input reaches, nothing writes to, and is not random
-        written = [node.args[0] for node in self.graph.find_nodes(op="call_function", target=ATEN.copy_.default)]
+        self.constants: dict[
+            Node, Any
+            # what no input reaches, nothing writes to, and is not random
+        ] = {}
+        written = [
+            node.args[0]
+            for node in self.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
+        ]
         for node in self.graph.nodes:
             random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
             if node.op == "get_attr" and node not in written:
@@ -93,12 +132,16 @@ class _Folding:
                 args, kwargs = map_arg((node.args, node.kwargs), self.constants.__getitem__)
                 self.constants[node] = node.target(*args, **kwargs)
         attributes = self.graph.find_nodes(op="get_attr")
-        self.readers = Counter(_memory(value_of(self.module, node)) for node in attributes for _ in node.users)
+        self.readers = Counter(
+            _memory(value_of(self.module, node)) for node in attributes for _ in node.users
+        )
 
     # Affine maps
 
     def fold_affine(self, node: Node) -> None:
-        """Merge an operation that is an affine map per channel into the layer before it, or into a map before it."""
+        """Merge an operation that is an affine map per channel into the layer before it, or into a
+        map before it.
+        """
         norm: Any = node.args[0] if node.target is operator.getitem else None
         is_norm = norm is not None and norm.target is _NORM and node.args[1] == 0
         found = self._batch_norm(norm) if is_norm else self._arithmetic(node)
@@ -115,14 +158,19 @@ class _Folding:
         values = arguments(norm)
         given = [values[name] for name in ("running_mean", "running_var", "weight", "bias")]
         constants: list[Any] = [self._constant(value) for value in given]
-        if any(constant is None and value is not None for constant, value in zip(constants, given, strict=True)):
+        if any(
+            constant is None and value is not None
+            for constant, value in zip(constants, given, strict=True)
+        ):
             return None
         mean, var, weight, bias = constants
         scale, shift = ChannelMap.of(mean, var, values["eps"], weight, bias).affine()
         return values["input"], Affine(scale, shift, 1, frozenset([layer_of(norm)]), is_norm=True)
 
     def _arithmetic(self, node: Node) -> tuple[Node, Affine] | None:
-        """Return the input and the map of a sum with, or a product by, one float32 constant for each channel."""
+        """Return the input and the map of a sum with, or a product by, one float32 constant for
+        each channel.
+        """
         if node.op != "call_function" or node.target not in (*_SUMS, *_PRODUCTS) or node.kwargs:
             return None
         commutes = node.target in (ATEN.add.Tensor, ATEN.mul.Tensor)
@@ -133,16 +181,30 @@ class _Folding:
         shape = shape_of(x)
         dims = [dim for dim, size in enumerate(value.shape, len(shape) - value.ndim) if size != 1]
         same = x.meta["val"].dtype == node.meta["val"].dtype == value.dtype == torch.float32
-        if not same or shape != shape_of(node) or len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
+        if (
+            not same
+            or shape != shape_of(node)
+            or len(dims) != 1
+            or dims[0] not in (1, len(shape) - 1)
+        ):
             return None
         dim, vector = dims[0], value.flatten().double()
-        scale = torch.ones_like(vector) if node.target in _SUMS else vector ** _PRODUCTS[node.target]
+        scale = (
+            torch.ones_like(vector) if node.target in _SUMS else vector ** _PRODUCTS[node.target]
+        )
         shift = vector * _SUMS[node.target] if node.target in _SUMS else torch.zeros_like(vector)
-        return (x, Affine(scale, shift, dim, frozenset([layer_of(node)]))) if scale.isfinite().all() else None
+        return (
+            (x, Affine(scale, shift, dim, frozenset([layer_of(node)])))
+            if scale.isfinite().all()
+            else None
+        )
 
     def _mapped(self, user: Node, x: Any, one: Affine) -> Any:
-        """Return the node of a map of `x`, which `user` computes: the layer or map before it, if that can take it."""
-        self.folded |= one.layers  # until it is lowered
+        """Return the node of a map of `x`, which `user` computes: the layer or map before it, if
+        that can take it.
+        """
+        # until it is lowered
+        self.folded |= one.layers
         before, feeder, alone = self.maps.get(x), self._linear(x), users_of(x) == [user]
         if alone and before is not None and before.dim == one.dim:
             self.maps[x] = before.then(one)
@@ -155,7 +217,9 @@ class _Folding:
         return node
 
     def fold_into_consumer(self, node: Node) -> None:
-        """Fold a map into the layer that alone takes its output; where that puts zeros beside it, only the scale."""
+        """Fold a map into the layer that alone takes its output; where that puts zeros beside it,
+        only the scale.
+        """
         one, users = self.maps[node], users_of(node)
         consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is node else None
         if consumer is None or not _fits(users[0], one, consumer.weight.shape[:3:2]):
@@ -172,26 +236,45 @@ class _Folding:
         """Put operations in the place of the maps that are left, and note which layers are folded."""
         for node in self.graph.find_nodes(op="call_function", target=_AFFINE):
             one = self.maps[node]
-            if bool((one.scale == 1).all() and (one.shift == 0).all()):  # of a frozen estimate, for one
+            if bool(
+                (one.scale == 1).all() and (one.shift == 0).all()
+            ):  # of a frozen estimate, for one
                 self._replace(node, node.args[0])
                 continue
             self.folded -= one.layers
             norm = ConstantNorm(torch.zeros_like(one.shift), one.scale, one.shift)
-            form = norm if one.is_norm and one.dim == 1 else ChannelAffine(one.scale, one.shift, last=one.dim != 1)
+            form = (
+                norm
+                if one.is_norm and one.dim == 1
+                else ChannelAffine(one.scale, one.shift, last=one.dim != 1)
+            )
             self._replace(node, self._form(node, node.args[0], form))
-        self.layers.update({name: "folded" for name in self.folded if self.layers.get(name) == "affine"})
+        self.layers.update(
+            {name: "folded" for name in self.folded if self.layers.get(name) == "affine"}
+        )
 
     # Whitening and power transforms
 
     def merge_whitening(self, node: Node) -> None:
-        """Merge a convolution of size 1, of as many channels a group as it takes, into the layer before it."""
+        """Merge a convolution of size 1, of as many channels a group as it takes, into the layer
+        before it.
+        """
         x: Any = node.args[0]
         matrix, feeder = self._linear(node), self._linear(x)
-        if matrix is None or feeder is None or users_of(x) != [node] or _channel_dim(x) != _channel_dim(node):
+        if (
+            matrix is None
+            or feeder is None
+            or users_of(x) != [node]
+            or _channel_dim(x) != _channel_dim(node)
+        ):
             return
         _, out, inner, *size = matrix.weight.shape
-        moves = set(arguments(node).get("stride", [1])) != {1} or matrix.pads_zeros or matrix.transposed
-        merged = None if moves or out != inner or math.prod(size) != 1 else feeder.then_groups(matrix)
+        moves = (
+            set(arguments(node).get("stride", [1])) != {1} or matrix.pads_zeros or matrix.transposed
+        )
+        merged = (
+            None if moves or out != inner or math.prod(size) != 1 else feeder.then_groups(matrix)
+        )
         if merged is not None:
             self._set(x, merged)
             if self.layers.get(layer_of(node)) == "group convolution":
@@ -202,7 +285,9 @@ class _Folding:
         """Put a fit, or an exact form, in the place of a power transform."""
         node, name = found.node, layer_of(found.node)
         folds_away = frozenset([name] if fit.form == "affine" else ())
-        x = self._mapped(node, node.args[0], Affine(found.sign * fit.scale, fit.shift, 1, folds_away, True))
+        x = self._mapped(
+            node, node.args[0], Affine(found.sign * fit.scale, fit.shift, 1, folds_away, True)
+        )
         for part in fit.parts:
             x = self._form(node, x, part)
         if fit.after is not None:
@@ -222,20 +307,31 @@ class _Folding:
         return self.constants.get(value) if isinstance(value, Node) else None
 
     def _linear(self, node: Any) -> LinearMap | None:
-        """Return a convolution or linear layer whose weight is a constant that nothing else uses; None for others."""
+        """Return a convolution or linear layer whose weight is a constant that nothing else uses;
+        None for others.
+        """
         if not isinstance(node, Node) or node.target not in _LINEAR:
             return None
         values = arguments(node)
         weight, bias = (self._constant(values[name]) for name in ("weight", "bias"))
-        if weight is None or (bias is None and values["bias"] is not None) or len(values["weight"].users) != 1:
+        if (
+            weight is None
+            or (bias is None and values["bias"] is not None)
+            or len(values["weight"].users) != 1
+        ):
             return None
         if values["weight"].op == "get_attr" and self.readers[_memory(weight)] != 1:
             return None
         if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
-            return None  # a single sample without its batch
+            # a single sample without its batch
+            return None
         transposed = node.target in _TRANSPOSED
         padding = values.get("padding", "valid")
-        pads = weight[0, 0].numel() > 1 if padding == "same" else transposed or (padding != "valid" and any(padding))
+        pads = (
+            weight[0, 0].numel() > 1
+            if padding == "same"
+            else transposed or (padding != "valid" and any(padding))
+        )
         return LinearMap.of(weight, bias, values.get("groups", 1), transposed, pads)
 
     def _set(self, node: Node, layer: LinearMap) -> None:
@@ -247,12 +343,18 @@ class _Folding:
         node.args, node.kwargs = tuple(values.values()), {}
 
     def _stored(self, before: Node, held: Any, value: Tensor) -> Node:
-        """Return a node of a constant: under the name of what it replaces, if nothing else uses that."""
+        """Return a node of a constant: under the name of what it replaces, if nothing else uses
+        that.
+        """
         is_own = held is not None and held.op == "get_attr" and len(held.users) == 1
         if is_own and self.readers[_memory(self._constant(held))] == 1:
             owner, _, name = str(held.target).rpartition(".")
             module, node = self.module.get_submodule(owner), held
-            setattr(module, name, nn.Parameter(value, requires_grad=False) if name in module._parameters else value)
+            setattr(
+                module,
+                name,
+                nn.Parameter(value, requires_grad=False) if name in module._parameters else value,
+            )
         else:
             self.added += 1
             self.module.register_buffer(f"_folded_{self.added}", value)
@@ -270,7 +372,9 @@ class _Folding:
     def _insert(self, before: Node, op: str, target: Any, x: Any) -> Node:
         with self.graph.inserting_before(before):
             node = self.graph.create_node(op, target, (x,))
-        value = before.meta["val"]  # of a batch normalization its output, and statistics of training
+        value = before.meta[
+            "val"
+        ]  # of a batch normalization its output, and statistics of training
         node.meta["val"] = value[0] if isinstance(value, (tuple, list)) else value
         return node
 

@@ -1,9 +1,11 @@
-"""From a captured program to an ONNX file in 32 bits, float16 or INT8: the same bytes every time, checked, whole.
+"""From a captured program to an ONNX file in 32 bits, float16 or INT8: the same bytes every time,
+checked, whole.
 
-What quantizers do by default destroys a converted network without a word: they put the power transform, whose channels
-differ in range a thousandfold, and group normalization on one 8-bit grid as well. Here convolutions, matrix products
-and what runtimes fuse with them are quantized, and elementwise operations with constants stay in float32; but for the
-steps of polynomials, whose channels share their limits, where the runtime has integer kernels for them.
+What quantizers do by default destroys a converted network without a word: they put the power
+transform, whose channels differ in range a thousandfold, and group normalization on one 8-bit grid
+as well. Here convolutions, matrix products and what runtimes fuse with them are quantized, and
+elementwise operations with constants stay in float32; but for the steps of polynomials, whose
+channels share their limits, where the runtime has integer kernels for them.
 """
 
 import math
@@ -27,14 +29,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from retrofit.compare import Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError
 from retrofit.export.capture import Program
-from retrofit.utils.files import OLD, atomic_write, ensure_writable, temporary_folder, termination_unwinds, writing
+from retrofit.utils.files import (
+    OLD,
+    atomic_write,
+    ensure_writable,
+    temporary_folder,
+    termination_unwinds,
+    writing,
+)
 from retrofit.utils.onnx_runtimes import open_onnx
 from retrofit.utils.running import silence
 from retrofit.utils.text import cause_of
 
-OPSETS = range(18, 23)  # those that this is tested with
-LARGEST = 2**31 - 2**20  # bytes that one protobuf file can hold, and some for its own words
-SMALL = 1024  # bytes of a tensor that stays in it
+# those that this is tested with
+OPSETS = range(18, 23)
+# bytes that one protobuf file can hold, and some for its own words
+LARGEST = 2**31 - 2**20
+# bytes of a tensor that stays in it
+SMALL = 1024
 
 _QUANTIZED = ["Conv", "Gemm", "MatMul", "Mul", "Relu", "Clip", "Add", "Concat"]
 _QUANTIZED += ["MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean"]
@@ -53,14 +65,18 @@ def _reported(what: str) -> Iterator[None]:
 
 
 def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export.ExportedProgram]:
-    """Convert a captured program to ONNX; return the model, and the program of the operations that became its nodes.
+    """Convert a captured program to ONNX; return the model, and the program of the operations that
+    became its nodes.
 
-    The input is named `input` if it is the only one, else as the argument. Nothing in the model depends on where or
-    when it was made. A RetrofitError says why the exporter cannot convert the program.
+    The input is named `input` if it is the only one, else as the argument. Nothing in the model
+    depends on where or when it was made. A RetrofitError says why the exporter cannot convert the
+    program.
     """
     exported = program.exported()
     specs = [*exported.graph_signature.input_specs, *exported.graph_signature.output_specs]
-    tensors = [(spec.kind.name, spec.arg.name) for spec in specs if isinstance(spec.arg, TensorArgument)]
+    tensors = [
+        (spec.kind.name, spec.arg.name) for spec in specs if isinstance(spec.arg, TensorArgument)
+    ]
     inputs = [name for kind, name in tensors if kind == "USER_INPUT"]
     outputs = [f"output{i}" for i in range(sum(kind == "USER_OUTPUT" for kind, _ in tensors))]
     with _reported("torch.onnx cannot export the network"), torch.no_grad():
@@ -75,19 +91,34 @@ def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export
     model = written.model_proto
     version = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
     if version != opset:
-        raise RetrofitError(f"the exporter cannot write this network for opset {opset}; use `opset={version}`")
+        raise RetrofitError(
+            f"the exporter cannot write this network for opset {opset}; use `opset={version}`"
+        )
     _anonymize(model)
     return model, written.exported_program
 
 
 def _anonymize(model: onnx.ModelProto) -> None:
-    """Take out what the exporter notes about the source code, and give the dynamic dimensions plain names."""
+    """Take out what the exporter notes about the source code, and give the dynamic dimensions plain
+    names.
+    """
     graph = model.graph
     model.producer_name, graph.name = "retrofit", "network"
-    for part in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+    for part in (
+        model,
+        graph,
+        *graph.node,
+        *graph.value_info,
+        *graph.input,
+        *graph.output,
+        *graph.initializer,
+    ):
         part.doc_string = ""
         del part.metadata_props[:]
-    dims, axes = graph.input[0].type.tensor_type.shape.dim, ("batch", "channels", "height", "width", "depth")
+    dims, axes = (
+        graph.input[0].type.tensor_type.shape.dim,
+        ("batch", "channels", "height", "width", "depth"),
+    )
     names = {dim.dim_param: axis for dim, axis in zip(dims, axes, strict=False) if dim.dim_param}
     for value in (*graph.value_info, *graph.input, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
@@ -96,9 +127,9 @@ def _anonymize(model: onnx.ModelProto) -> None:
 
 
 def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:
-    """Quantize weights per channel and activations by their range over images, as QuantizeLinear and DequantizeLinear,
-    or say in a RetrofitError why not. Weights take 7 bits of the 8: processors without VNNI add products of 8 and 8
-    bits in 16, and saturate.
+    """Quantize weights per channel and activations by their range over images, as QuantizeLinear
+    and DequantizeLinear, or say in a RetrofitError why not. Weights take 7 bits of the 8:
+    processors without VNNI add products of 8 and 8 bits in 16, and saturate.
     """
     from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
 
@@ -127,11 +158,15 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
 
 
 def _in_float(model: onnx.ModelProto) -> list[str]:
-    """Name the nodes that stay in float32: additions of constants, means that belong to a normalization, and products
-    but those with a depthwise convolution of size 1, which `Polynomial.to_convolutions` makes.
+    """Name the nodes that stay in float32: additions of constants, means that belong to a
+    normalization, and products but those with a depthwise convolution of size 1, which
+    `Polynomial.to_convolutions` makes.
     """
     tensors = {tensor.name: tensor.dims for tensor in model.graph.initializer}
-    constants = {*tensors, *(node.output[0] for node in model.graph.node if node.op_type == "Constant")}
+    constants = {
+        *tensors,
+        *(node.output[0] for node in model.graph.node if node.op_type == "Constant"),
+    }
     users: dict[str, list[str]] = {}
     for node in model.graph.node:
         for name in node.input:
@@ -143,50 +178,66 @@ def _in_float(model: onnx.ModelProto) -> list[str]:
         if node.op_type == "Conv" and 1 < groups == math.prod(tensors.get(node.input[1], [])):
             steps.add(node.output[0])
         adds_constant = node.op_type == "Add" and takes & constants
-        centres = node.op_type == "ReduceMean" and {"Sub", "Add", "Mul"} & set(users.get(node.output[0], []))
+        centres = node.op_type == "ReduceMean" and {"Sub", "Add", "Mul"} & set(
+            users.get(node.output[0], [])
+        )
         if adds_constant or centres or (node.op_type == "Mul" and not takes & steps):
             names.append(node.name)
     return names
 
 
 def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert weights and arithmetic to float16 by ONNX Runtime's converter, or say in a RetrofitError why not; input
-    and output stay float32. Two errors that it makes beside operations that stay in float32 (Max, TopK) are mended.
+    """Convert weights and arithmetic to float16 by ONNX Runtime's converter, or say in a
+    RetrofitError why not; input and output stay float32. Two errors that it makes beside operations
+    that stay in float32 (Max, TopK) are mended.
     """
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     constants = {tensor.name for tensor in model.graph.initializer}
     for value in [value for value in model.graph.value_info if value.name in constants]:
-        model.graph.value_info.remove(value)  # it would take the constant for one in float16
+        # it would take the constant for one in float16
+        model.graph.value_info.remove(value)
     with _reported("the model cannot be converted to float16"):
         half, outputs = convert_float_to_float16(model, keep_io_types=True), set()
         for node in list(half.graph.node):
             if node.output[0] in outputs:
-                half.graph.node.remove(node)  # it casts a value for each node that reads it, under one name
+                half.graph.node.remove(
+                    node
+                )  # it casts a value for each node that reads it, under one name
             outputs.add(node.output[0])
         ordered = onnx_ir.from_proto(half)
-        ordered.graph.sort()  # it appends its casts
+        # it appends its casts
+        ordered.graph.sort()
         return onnx_ir.to_proto(ordered)
 
 
 class HalfRun(fx.Interpreter):
     """A run of an exported program in which each operation takes and gives float16.
 
-    ONNX Runtime's CPU provider has no float16 and computes in float32 between most nodes, where nothing overflows that
-    does on a GPU. Here the result of each operation is rounded, as of hardware that accumulates in float32.
+    ONNX Runtime's CPU provider has no float16 and computes in float32 between most nodes, where
+    nothing overflows that does on a GPU. Here the result of each operation is rounded, as of
+    hardware that accumulates in float32.
     """
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Return the arguments of a node, numbers as ONNX Runtime's converter writes them."""
 
         def written(value: float) -> float:
-            return float(np.float16(np.clip(value, -65504.0, 65504.0))) if math.isfinite(value) else value
+            return (
+                float(np.float16(np.clip(value, -65504.0, 65504.0)))
+                if math.isfinite(value)
+                else value
+            )
 
         return tree_map_only(float, written, super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
         """Compute the value of a node, and round it."""
-        return tree_map_only(Tensor, lambda x: x.half().float() if x.dtype == torch.float32 else x, super().run_node(n))
+        return tree_map_only(
+            Tensor,
+            lambda x: x.half().float() if x.dtype == torch.float32 else x,
+            super().run_node(n),
+        )
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,11 +249,13 @@ class HalfRun(fx.Interpreter):
 def written(
     model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[tuple[Reference, str]]
 ) -> Iterator[tuple[Comparison, int]]:
-    """Check a model and write it aside; it gets its name when the body ends. If anything fails, there is no file.
+    """Check a model and write it aside; it gets its name when the body ends. If anything fails,
+    there is no file.
 
-    Beyond 2 GB, where protobuf ends, the weights go to `path` with `.data` added. `checks` are what the file has to
-    answer, and what to do where it does not. Yields the last comparison, and how many bytes were written; a
-    RetrofitError says that the model is not valid, differs, or cannot be written.
+    Beyond 2 GB, where protobuf ends, the weights go to `path` with `.data` added. `checks` are what
+    the file has to answer, and what to do where it does not. Yields the last comparison, and how
+    many bytes were written; a RetrofitError says that the model is not valid, differs, or cannot be
+    written.
     """
     data = path.with_name(path.name + ".data")
     if model.ByteSize() > LARGEST:
@@ -218,7 +271,11 @@ def written(
         run = open_onnx(draft)
 
         def answers(*args: Any, **kwargs: Any) -> list[Tensor]:
-            arrays = [leaf.cpu().numpy() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            arrays = [
+                leaf.cpu().numpy()
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, Tensor)
+            ]
             return [torch.from_numpy(values) for values in run(*arrays)]
 
         for reference, advice in checks:
@@ -228,7 +285,10 @@ def written(
         try:
             with atomic_write(path, force) as temporary:
                 draft.rename(temporary)
-                yield comparison, sum(file.stat().st_size for file in (temporary, weights) if file.exists())
+                yield (
+                    comparison,
+                    sum(file.stat().st_size for file in (temporary, weights) if file.exists()),
+                )
                 if weights.exists():
                     if data.exists():
                         os.replace(data, folder / OLD)
@@ -236,5 +296,6 @@ def written(
                     os.replace(weights, data)
         except BaseException:
             if replaces:
-                data.unlink(missing_ok=True)  # `temporary_folder` then puts the old ones back
+                # `temporary_folder` then puts the old ones back
+                data.unlink(missing_ok=True)
             raise

@@ -29,7 +29,9 @@ APPROXIMATE_TOLERANCE = 0.05
 
 @dataclass
 class Request:
-    """A network, what it is run on, and how it is to be folded; `export_onnx` says what each option means."""
+    """A network, what it is run on, and how it is to be folded; `export_onnx` says what each option
+    means.
+    """
 
     model: nn.Module
     fold: Fold
@@ -43,52 +45,102 @@ class Request:
     freeze_lambda: bool
     dynamic_size: bool
     precision: Precision = "float32"
-    network: nn.Module = field(init=False)  # in float32
-    calls: list[Call] = field(init=False)  # examples, the user's or random
+    # in float32
+    network: nn.Module = field(init=False)
+    # examples, the user's or random
+    calls: list[Call] = field(init=False)
     images: list[Tensor] = field(init=False)
-    sample: tuple[int, ...] = ()  # the shape of one sample; empty for a network of several inputs
+    # the shape of one sample; empty for a network of several inputs
+    sample: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what a user requests, and complete it by random inputs."""
         self.network = unwrapped(self.model)
-        self.images = [image for few in images_of(() if self.calibrate is None else self.calibrate) for image in few]
+        self.images = [
+            image
+            for few in images_of(() if self.calibrate is None else self.calibrate)
+            for image in few
+        ]
         self._check_options()
         device, dtype = placement_of(self.network)
-        if dtype != torch.float32:  # its own rounding is no part of its function
+        # its own rounding is no part of its function
+        if dtype != torch.float32:
             self.network = copied(self.network).float()
         calls = example_calls(self.network, self.inputs, self.input_size)
         calls, batch = [call.to(device, torch.float32) for call in calls], self.batch
         if batch is not None:
             if self.inputs is not None and calls[0].batch != batch:
-                raise UsageError(f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same")
+                raise UsageError(
+                    f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same"
+                )
             calls = [calls[-1].resized(batch)]
-        elif self.inputs is not None:  # what is captured must do for other numbers too, where the network does
+        elif (
+            self.inputs is not None
+        ):  # what is captured must do for other numbers too, where the network does
             calls += [calls[0].resized(rows) for rows in (1, 3) if rows != calls[0].batch]
         self.calls, leaves = calls, tree_leaves((calls[0].args, dict(calls[0].kwargs)))
         if len(leaves) == 1 and isinstance(leaves[0], Tensor):
             self.sample = tuple(leaves[0].shape[1:])
         fixed = self.sample[:1] if self.dynamic_size else self.sample
         shapes = {tuple(image.shape) for image in self.images}
-        if len(shapes) > 1 or any(len(one) != len(self.sample) or one[: len(fixed)] != fixed for one in shapes):
+        if len(shapes) > 1 or any(
+            len(one) != len(self.sample) or one[: len(fixed)] != fixed for one in shapes
+        ):
             wanted = ", ".join(str(size) for size in ("N", *self.sample))
             got = " and ".join(map(str, sorted(shapes)))
-            raise UsageError(f"`calibrate` takes batches of images of one size, ({wanted}); got images of {got}")
+            raise UsageError(
+                f"`calibrate` takes batches of images of one size, ({wanted}); got images of {got}"
+            )
 
     def _check_options(self) -> None:
-        images, size, approximation = len(self.images), self.degree, (self.degree, self.runtime) != (None, None)
+        images, size, approximation = (
+            len(self.images),
+            self.degree,
+            (self.degree, self.runtime) != (None, None),
+        )
         twice, wanted = 0 if self.batch is None else 2 * self.batch, self.tolerance
         checks = [
             (self.fold in get_args(Fold), f"there is no fold {self.fold!r}; use exact or poly"),
-            (self.precision in get_args(Precision), f"there is no precision {self.precision!r}; use {_PRECISIONS}"),
-            (self.runtime in (None, *RUNTIMES), f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}"),
-            (self.fold == "poly" or not approximation, "`degree` and `runtime` approximate; add `fold='poly'`"),
-            (size is None or 2 <= size <= MAX_SIZE, f"`degree={size}` is not supported; use 2 to {MAX_SIZE} or none"),
-            (wanted is None or wanted > 0, f"`tolerance` must be more than 0, not {wanted}; {TOLERANCE:g} is usual"),
-            (self.batch is None or twice > 0, f"`batch={self.batch}` is no number of samples; give 1 or more"),
-            (images or not self.freeze_lambda, "`freeze_lambda` takes means over images; give `calibrate` images too"),
-            (images > 1 or self.precision != "int8", "INT8 is fitted and judged on `calibrate` images; give 2 or more"),
-            (images != 1 or not self.approximates, "one image is too few to fit and check on; give `calibrate` more"),
-            (not 0 < images < twice, f"`batch={self.batch}` takes {twice} `calibrate` images or more; got {images}"),
+            (
+                self.precision in get_args(Precision),
+                f"there is no precision {self.precision!r}; use {_PRECISIONS}",
+            ),
+            (
+                self.runtime in (None, *RUNTIMES),
+                f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}",
+            ),
+            (
+                self.fold == "poly" or not approximation,
+                "`degree` and `runtime` approximate; add `fold='poly'`",
+            ),
+            (
+                size is None or 2 <= size <= MAX_SIZE,
+                f"`degree={size}` is not supported; use 2 to {MAX_SIZE} or none",
+            ),
+            (
+                wanted is None or wanted > 0,
+                f"`tolerance` must be more than 0, not {wanted}; {TOLERANCE:g} is usual",
+            ),
+            (
+                self.batch is None or twice > 0,
+                f"`batch={self.batch}` is no number of samples; give 1 or more",
+            ),
+            (
+                images or not self.freeze_lambda,
+                "`freeze_lambda` takes means over images; give `calibrate` images too",
+            ),
+            (
+                images > 1 or self.precision != "int8",
+                "INT8 is fitted and judged on `calibrate` images; give 2 or more",
+            ),
+            (
+                images != 1 or not self.approximates,
+                "one image is too few to fit and check on; give `calibrate` more",
+            ),
+            (
+                not 0 < images < twice,
+                f"`batch={self.batch}` takes {twice} `calibrate` images or more; got {images}",
+            ),
         ]
         if problem := next((problem for is_right, problem in checks if not is_right), None):
             raise UsageError(problem)
@@ -100,11 +152,18 @@ class Request:
 
     @property
     def allowed(self) -> float:
-        """Largest difference of the folded network; that of a file in less than 32 bits is another matter."""
-        usual, narrow = APPROXIMATE_TOLERANCE if self.approximates else TOLERANCE, self.precision != "float32"
+        """Largest difference of the folded network; that of a file in less than 32 bits is another
+        matter.
+        """
+        usual, narrow = (
+            APPROXIMATE_TOLERANCE if self.approximates else TOLERANCE,
+            self.precision != "float32",
+        )
         if self.tolerance is None or (narrow and not self.approximates):
             return usual
-        return max(self.tolerance, usual) if narrow else self.tolerance  # no further off than the file may be
+        return (
+            max(self.tolerance, usual) if narrow else self.tolerance
+        )  # no further off than the file may be
 
     @property
     def fitted(self) -> list[Call]:
@@ -131,8 +190,16 @@ class Request:
 
     def _batches(self, images: Sequence[Tensor]) -> list[Call]:
         """Return calls with all of some images: one alone, three, and the others in larger batches."""
-        sizes = [1, 3, *[32] * (len(images) // 32 + 1)] if self.batch is None else [self.batch] * len(images)
-        stacks = [torch.stack(list(images[a:b])) for a, b in pairwise([0, *accumulate(sizes)]) if a < len(images)]
+        sizes = (
+            [1, 3, *[32] * (len(images) // 32 + 1)]
+            if self.batch is None
+            else [self.batch] * len(images)
+        )
+        stacks = [
+            torch.stack(list(images[a:b]))
+            for a, b in pairwise([0, *accumulate(sizes)])
+            if a < len(images)
+        ]
         calls = [Call((stack,)) for stack in stacks if self.batch in (None, len(stack))]
         return [call.to(device_of(self.network), torch.float32) for call in calls]
 
@@ -141,15 +208,18 @@ class Request:
 class FoldedLayer:
     """What became of one layer; errors are shares of the standard deviation of its output.
 
-    Its form is "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial", "lines",
-    "normalization" (of its source's kind), "group", "group convolution" (of size 1, a whitening), "estimated" or
-    "frozen"; "kept" where its forward is somebody's own.
+    Its form is "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial",
+    "lines", "normalization" (of its source's kind), "group", "group convolution" (of size 1, a
+    whitening), "estimated" or "frozen"; "kept" where its forward is somebody's own.
     """
 
-    name: str  # in the given network
+    # in the given network
+    name: str
     form: str
-    degree: int | None = None  # of the polynomial, or the number of lines
-    max_error: float | None = None  # of the approximation, on the values fitted
+    # of the polynomial, or the number of lines
+    degree: int | None = None
+    # of the approximation, on the values fitted
+    max_error: float | None = None
     rms_error: float | None = None
 
     @property
@@ -163,21 +233,38 @@ class FoldedLayer:
 class ExportReport:
     """What was written, and how it was checked."""
 
-    model: str | None  # the network's name, if known
-    target: str | None  # what it was converted to last; None if it was not
-    strength: float | None  # of its converted layers; None where there are none, or they differ
-    weights: Mapping[str, Any] | None  # where they are from, if known
-    fold: str  # "exact" or "poly"
+    # the network's name, if known
+    model: str | None
+    # what it was converted to last; None if it was not
+    target: str | None
+    # of its converted layers; None where there are none, or they differ
+    strength: float | None
+    # where they are from, if known
+    weights: Mapping[str, Any] | None
+    # "exact" or "poly"
+    fold: str
     precision: Precision
     opset: int
-    output: str  # the file
-    bytes: int  # its size, external data included
-    parity: Comparison  # ONNX Runtime against the given network in PyTorch, in its own precision
-    judged_on: str  # samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
-    nodes: dict[str, int]  # number of nodes of each operator
-    preprocess: Mapping[str, Any] | None  # how to make the network's input of an image, as the file's metadata say
-    labels: int | None  # how many names of outputs the file's metadata hold; None if they are unknown
-    layers: tuple[FoldedLayer, ...]  # what became of each normalization layer
+    # the file
+    output: str
+    # its size, external data included
+    bytes: int
+    # ONNX Runtime against the given network in PyTorch, in its own precision
+    parity: Comparison
+    judged_on: (
+        # samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
+        str
+    )
+    # number of nodes of each operator
+    nodes: dict[str, int]
+    preprocess: (
+        Mapping[str, Any] | None
+    )  # how to make the network's input of an image, as the file's metadata say
+    labels: (
+        int | None
+    )  # how many names of outputs the file's metadata hold; None if they are unknown
+    # what became of each normalization layer
+    layers: tuple[FoldedLayer, ...]
 
     @property
     def judged(self) -> str:
@@ -187,7 +274,9 @@ class ExportReport:
     @property
     def guessed(self) -> bool:
         """Whether something is approximated, and no image was there to judge it on."""
-        return self.judged_on == "random inputs" and any(layer.max_error is not None for layer in self.layers)
+        return self.judged_on == "random inputs" and any(
+            layer.max_error is not None for layer in self.layers
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -198,6 +287,8 @@ class ExportReport:
 def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:
     """Raise, before any long work, if a report of the file `output` may not be written at `path`."""
     if Path(path).suffix != ".json":
-        raise UsageError(f"a report is a .json file, not {path}; give `report` a name that ends in .json")
+        raise UsageError(
+            f"a report is a .json file, not {path}; give `report` a name that ends in .json"
+        )
     if ensure_writable(path, force) == ensure_writable(output, force):
         raise UsageError(f"{path} is the exported file itself; give `report` another name")

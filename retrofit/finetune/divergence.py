@@ -1,4 +1,6 @@
-"""Runs that fail: steps that are not finite, which layer diverged first, and why a network stays at chance."""
+"""Runs that fail: steps that are not finite, which layer diverged first, and why a network stays at
+chance.
+"""
 
 import math
 from collections import deque
@@ -17,30 +19,41 @@ from retrofit.utils.running import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
 
-_HALVINGS = 30  # of float16's scale of the loss in a row, which then is no longer the reason
+# of float16's scale of the loss in a row, which then is no longer the reason
+_HALVINGS = 30
 _FAULTS: tuple[Fault | None, ...] = (None, "loss", "gradient")
 _NORMS = (StrengthMixin, FrozenBatchNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)
-_NEAR = 0.95  # of the loss of guessing: a network that has begun to learn is below
-_FEW = 100  # steps, of a run that may have ended before it began to learn
-_SAME = 0.05  # share of what answers differ by between classes, below which they do not differ between images
+# of the loss of guessing: a network that has begun to learn is below
+_NEAR = 0.95
+# steps, of a run that may have ended before it began to learn
+_FEW = 100
+# share of what answers differ by between classes, below which they do not differ between images
+_SAME = 0.05
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the device says of a step."""
 
-    step: Any  # as passed to `send`
-    images: Tensor  # the step's last batch
-    loss_sum: float  # of all images since `start`
-    fault: Fault | None  # what was not finite
-    names: list[str]  # of the parameters that have a gradient
-    norms: Tensor  # of their gradients, (len(names),)
+    # as passed to `send`
+    step: Any
+    # the step's last batch
+    images: Tensor
+    # of all images since `start`
+    loss_sum: float
+    # what was not finite
+    fault: Fault | None
+    # of the parameters that have a gradient
+    names: list[str]
+    # of their gradients, (len(names),)
+    norms: Tensor
 
     @property
     def what(self) -> str:
         """What was not finite, in words: of gradients the one that went first.
 
-        They are computed from the last layer back: the last, or, if only their common norm is infinite, the largest.
+        They are computed from the last layer back: the last, or, if only their common norm is
+        infinite, the largest.
         """
         if self.fault == "loss":
             return "the loss"
@@ -50,20 +63,30 @@ class Verdict:
 
 
 class StepGate:
-    """Judges every step on the device: one whose loss or gradient is not finite, and all after it, change no weight.
+    """Judges every step on the device: one whose loss or gradient is not finite, and all after it,
+    change no weight.
 
-    A fused optimizer takes a flag and leaves the step out; for others the gradient is zeroed. With float16, whose
-    loss is scaled, the scaler leaves out steps whose gradient overflows; only a row of them is a fault. The host reads
-    a step's verdict one step later, when the device is likely to be done with it; on a CPU, where nothing is queued,
-    at once. `clip` is the largest norm of a gradient; None or 0 for any.
+    A fused optimizer takes a flag and leaves the step out; for others the gradient is zeroed. With
+    float16, whose loss is scaled, the scaler leaves out steps whose gradient overflows; only a row
+    of them is a fault. The host reads a step's verdict one step later, when the device is likely to
+    be done with it; on a CPU, where nothing is queued, at once. `clip` is the largest norm of a
+    gradient; None or 0 for any.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clip: float | None,
     ) -> None:
         self._accelerator, self._optimizer, self._clip = accelerator, optimizer, clip
         self._device = accelerator.device
-        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         self._lag = int(self._device.type == "cuda")
         self._sent: deque[tuple[Any, Tensor, Tensor, list[str], Tensor, Any]] = deque()
         self._overflows = self._fault = torch.zeros((), dtype=torch.int32, device=self._device)
@@ -129,27 +152,41 @@ def not_finite(model: nn.Module) -> str | None:
     return None
 
 
-def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe) -> tuple[str, str]:
+def divergence_of(
+    model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe
+) -> tuple[str, str]:
     """Say which layer diverged first, shown by a batch of images (N, C, H, W), and what to do.
 
-    It is the first in the order of the computation whose statistics or outputs are not finite. Normalization layers
-    come before all others: their statistics show a divergence before the loss does.
+    It is the first in the order of the computation whose statistics or outputs are not finite.
+    Normalization layers come before all others: their statistics show a divergence before the loss
+    does.
     """
     names = {module: name for name, module in model.named_modules()}
     diverged: list[nn.Module] = []
 
     def look(module: nn.Module, _inputs: Any, output: Any) -> None:
-        tensors = [*module.buffers(recurse=False), *([output] if isinstance(output, Tensor) else [])]
+        tensors = [
+            *module.buffers(recurse=False),
+            *([output] if isinstance(output, Tensor) else []),
+        ]
         if not all(tensor.isfinite().all() for tensor in tensors):
             diverged.append(module)
 
     with hooked(module.register_forward_hook(look) for module in names), torch.no_grad():
         model(images)
     advice = "lower `lr` or `noise`, or lengthen `strength_ramp`"
-    diverged.sort(key=lambda module: 0 if isinstance(module, _NORMS) else 1 + bool(list(module.children())))
+    diverged.sort(
+        key=lambda module: 0 if isinstance(module, _NORMS) else 1 + bool(list(module.children()))
+    )
     if diverged:
-        return f"{names[diverged[0]] or 'the network'} ({type(diverged[0]).__name__}) went first", advice
-    others = {"loss": "all layers are finite, the loss alone is not", "state": "no layer's output is affected"}
+        return (
+            f"{names[diverged[0]] or 'the network'} ({type(diverged[0]).__name__}) went first",
+            advice,
+        )
+    others = {
+        "loss": "all layers are finite, the loss alone is not",
+        "state": "no layer's output is affected",
+    }
     if fault in others:
         return others[fault], advice
     retry = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
@@ -157,20 +194,37 @@ def divergence_of(model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe
 
 
 class ChanceWatch:
-    """Says once, after warm-up, that a run learns nothing, and why; `untrained`: it began with random weights."""
+    """Says once, after warm-up, that a run learns nothing, and why; `untrained`: it began with
+    random weights.
+    """
 
     def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
-        self._recipe, self._steps, self._classes, self._untrained = recipe, steps, classes, untrained
+        self._recipe, self._steps, self._classes, self._untrained = (
+            recipe,
+            steps,
+            classes,
+            untrained,
+        )
         self._in_a_row, self._done = 0, False
 
-    def warning(self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]) -> str | None:
-        """Return a warning after an epoch, by metrics on so many images; `few` gives some, (N, C, H, W), if asked."""
-        epoch, top1, loss, last = row["epoch"], row["val_top1"], row["val_loss"], row["epoch"] >= self._recipe.epochs
+    def warning(
+        self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]
+    ) -> str | None:
+        """Return a warning after an epoch, by metrics on so many images; `few` gives some, (N, C,
+        H, W), if asked.
+        """
+        epoch, top1, loss, last = (
+            row["epoch"],
+            row["val_top1"],
+            row["val_loss"],
+            row["epoch"] >= self._recipe.epochs,
+        )
         early = epoch < max(2, self._recipe.warmup + 1) and not last
         if self._done or early or loss is None or self._classes is None:
             return None
         self._in_a_row = self._in_a_row + 1 if at_chance(top1, loss, images, self._classes) else 0
-        if self._in_a_row < (1 if last else 2):  # the walk may stumble for an epoch
+        # the walk may stumble for an epoch
+        if self._in_a_row < (1 if last else 2):
             return None
         self._done = True
         figures = f"top-1 {top1:.1f}% of {self._classes} classes, loss {loss:.2f}"
@@ -180,14 +234,18 @@ class ChanceWatch:
 
 
 def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
-    """Whether top-1 in percent, and mean cross-entropy, are those of guessing, up to two standard errors."""
+    """Whether top-1 in percent, and mean cross-entropy, are those of guessing, up to two standard
+    errors.
+    """
     guess = 1 / classes
     error = math.sqrt(guess * (1 - guess) / images)
     return classes > 1 and top1 / 100 <= guess + 2 * error and loss >= _NEAR * math.log(classes)
 
 
 def all_alike(model: nn.Module, images: Tensor) -> bool:
-    """Whether a network answers the same to all images, (N, C, H, W); a new classifier, all zero, answers nothing."""
+    """Whether a network answers the same to all images, (N, C, H, W); a new classifier, all zero,
+    answers nothing.
+    """
     with evaluating(model):
         answers = model(images.to(device_of(model))).float()
     by_class = answers - answers.mean(dim=1, keepdim=True)
@@ -195,7 +253,9 @@ def all_alike(model: nn.Module, images: Tensor) -> bool:
     return bool(by_image.abs().max() < _SAME * by_class.abs().max())
 
 
-def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
+def explanation(
+    model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool
+) -> str:
     """Say what a run at chance most likely suffers from, and what to change."""
     if not collapsed and untrained:
         return "it began with random weights: train it longer, or begin with trained ones"
@@ -204,5 +264,9 @@ def explanation(model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, u
     what = "its features have collapsed, all images get the same answer: " if collapsed else ""
     migrated = any(isinstance(module, MigratedGroupNorm) for module in model.modules())
     layers = " for layers that take no statistics of the batch" if migrated else ""
-    warmup, more = ("", "raise `warmup_epochs`") if recipe.warmup else (" without warm-up", "give `warmup_epochs=1`")
+    warmup, more = (
+        ("", "raise `warmup_epochs`")
+        if recipe.warmup
+        else (" without warm-up", "give `warmup_epochs=1`")
+    )
     return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower `lr` or {more}"

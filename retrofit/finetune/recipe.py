@@ -1,6 +1,8 @@
-"""A recipe: everything that decides how a run goes, in one flat YAML file with timm's argument names.
+"""A recipe: everything that decides how a run goes, in one flat YAML file with timm's argument
+names.
 
-Recipe files are those of the package, and others, which may come from anywhere and are read within bounds.
+Recipe files are those of the package, and others, which may come from anywhere and are read within
+bounds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import RetrofitError, UsageError
@@ -22,16 +32,30 @@ from retrofit.utils.text import one_line, plural, printable, shortlist, shown
 
 if TYPE_CHECKING:
     from retrofit.layers.normality_norm import NoiseKind
-else:  # without torch, so that --help and the shell's completion answer at once
+# without torch, so that --help and the shell's completion answer at once
+else:
     NoiseKind = Literal[OPTIONS["noise_kind"].words]
 
 _INSTALLED = Path(__file__).parents[1] / "recipes"
-_RECIPES = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "recipes"  # in a source checkout
-_MOST_BYTES = 2**14  # a recipe is a page of text
-_NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")  # how the names of timm's datasets begin
+_RECIPES = (
+    _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "recipes"
+)  # in a source checkout
+# a recipe is a page of text
+_MOST_BYTES = 2**14
+# how the names of timm's datasets begin
+_NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")
 _SOURCES = frozenset({"data_dir", "dataset"})
-_LONGEST = 520  # characters for what is wrong with a recipe
-_SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")  # those that need no metric
+# characters for what is wrong with a recipe
+_LONGEST = 520
+_SCHEDULES = (
+    "cosine",
+    "tanh",
+    "step",
+    "multistep",
+    "poly",
+    "constant",
+    "none",
+)  # those that need no metric
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -64,27 +88,38 @@ def _as(default: Any, description: str) -> Any:
 
 
 class Recipe(BaseModel):
-    """All settings of a run, with timm's names where timm has them; each is a flag of `retrofit finetune`."""
+    """All settings of a run, with timm's names where timm has them; each is a flag of `retrofit
+    finetune`.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), str_strip_whitespace=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), str_strip_whitespace=True
+    )
 
     model: str | None = _as(None, "Artifact or network to train.")
     pretrained: bool = _as(False, "Fetch the library's weights, if MODEL is a name.")
     checkpoint: str | None = _as(None, "Weights, if MODEL is a name.")
-    match: Literal["name", "order"] | None = _as(None, "Pair the weights' tensors by name or order (default: name).")
+    match: Literal["name", "order"] | None = _as(
+        None, "Pair the weights' tensors by name or order (default: name)."
+    )
 
     data_dir: str | None = _as(
         None, "Folder or .tar with train and val, each with a folder per class; or a dataset name."
     )
-    dataset: str = _as("", "timm dataset name (torch/cifar10, hfds/...), or digits, which is built in.")
+    dataset: str = _as(
+        "", "timm dataset name (torch/cifar10, hfds/...), or digits, which is built in."
+    )
     train_split: str = _as("train", "Split to train on.")
     val_split: Split = _as(
-        "validation", "Split to validate on, or fraction of train to hold out; 0.1 if there is no such split."
+        "validation",
+        "Split to validate on, or fraction of train to hold out; 0.1 if there is no such split.",
     )
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Number of outputs, if the data does not say.")
     img_size: Count | None = _as(None, "Image height and width (default: the network's own).")
-    crop_pct: Positive | None = _as(None, "Center crop for validation (default: the network's own).")
+    crop_pct: Positive | None = _as(
+        None, "Center crop for validation (default: the network's own)."
+    )
 
     batch_size: Count = _as(64, "Images per process and step.")
     grad_accum_steps: Count = _as(1, "Batches to accumulate gradients over for each step.")
@@ -92,16 +127,25 @@ class Recipe(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = _as(42, "Seed of every random choice.")
 
     opt: str = _as("adamw", "timm's optimizer.")
-    lr: Positive = _as(3e-4, "Learning rate; try 1e-4 with batches of 1 or 2, 1e-3 with batch statistics.")
-    weight_decay: NotNegative = _as(0.05, "Weight decay; skips biases and norms, but not ProxyNorm's parameters.")
+    lr: Positive = _as(
+        3e-4, "Learning rate; try 1e-4 with batches of 1 or 2, 1e-3 with batch statistics."
+    )
+    weight_decay: NotNegative = _as(
+        0.05, "Weight decay; skips biases and norms, but not ProxyNorm's parameters."
+    )
     decay_norms: bool = _as(False, "Also decay biases, gamma and beta: everything that is trained.")
     opt_eps: Positive | None = _as(None, "The optimizer's eps (default: timm's).")
     momentum: Fraction = _as(0.9, "Momentum, for optimizers that have one.")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = _as(None, "Layer-wise learning rate decay.")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = _as(
+        None, "Layer-wise learning rate decay."
+    )
     clip_grad: NotNegative | None = _as(1.0, "Clip the gradient to this norm; 0: no clipping.")
-    sched: InLowerCase = _as("cosine", "timm's learning rate schedule; constant has a warm-up, none does not.")
+    sched: InLowerCase = _as(
+        "cosine", "timm's learning rate schedule; constant has a warm-up, none does not."
+    )
     warmup_epochs: NotNegative | None = _as(
-        None, "Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it)."
+        None,
+        "Epochs of linear warm-up (default: a tenth of the run, at least one, at most half of it).",
     )
     warmup_lr: NotNegative = _as(1e-6, "Learning rate at the start of warm-up.")
     min_lr: NotNegative = _as(0.0, "Learning rate at the end of the decay.")
@@ -110,7 +154,8 @@ class Recipe(BaseModel):
     decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
-        "linear", "Course of the strength t; there-and-back rises to 1, then returns to its end (which you must set)."
+        "linear",
+        "Course of the strength t; there-and-back rises to 1, then returns to its end (which you must set).",
     )
     strength_ramp: Fraction = _as(0.5, "Fraction of training over which the strength changes.")
     strength_end: Fraction = _as(1.0, "Strength at the end.")
@@ -123,14 +168,21 @@ class Recipe(BaseModel):
         None, "Before each validation, re-estimate running statistics on this many training images."
     )
     freeze: Literal["none", "all-but-norm"] = _as(
-        "none", "What to freeze; all-but-norm trains only the converted layers, and the classifier if it is new."
+        "none",
+        "What to freeze; all-but-norm trains only the converted layers, and the classifier if it is new.",
     )
     sync_norm: bool = _as(False, "Compute batch statistics over all processes.")
 
-    teacher: Literal["none", "source"] = _as("none", "Teacher; source is the network before its conversion.")
+    teacher: Literal["none", "source"] = _as(
+        "none", "Teacher; source is the network before its conversion."
+    )
     distill_loss_weight: NotNegative = _as(1.0, "Weight of the distillation loss.")
-    task_loss_weight: NotNegative = _as(1.0, "Weight of the loss on the labels; 0 for images without labels.")
-    kd_temperature: Positive = _as(1.0, "Temperature that softens the outputs of teacher and student.")
+    task_loss_weight: NotNegative = _as(
+        1.0, "Weight of the loss on the labels; 0 for images without labels."
+    )
+    kd_temperature: Positive = _as(
+        1.0, "Temperature that softens the outputs of teacher and student."
+    )
 
     no_aug: bool = _as(False, "Disable all augmentation.")
     scale: Pair = _as((0.08, 1.0), "Area of random crops.")
@@ -144,29 +196,45 @@ class Recipe(BaseModel):
     mixup: NotNegative = _as(0.0, "Mixup alpha.")
     cutmix: NotNegative = _as(0.0, "CutMix alpha.")
 
-    model_ema: bool = _as(False, "Keep an average of the weights; it is validated, and saved as best.")
+    model_ema: bool = _as(
+        False, "Keep an average of the weights; it is validated, and saved as best."
+    )
     model_ema_decay: Fraction = _as(0.9998, "Decay of that average.")
 
     workers: Annotated[int, Field(ge=0, le=1024)] = _as(2, "Processes that decode images.")
-    device: str | None = _as(None, "Device to run on (default: an accelerator if available, else cpu).")
+    device: str | None = _as(
+        None, "Device to run on (default: an accelerator if available, else cpu)."
+    )
     amp: bool = _as(False, "Use mixed precision.")
-    amp_dtype: Literal["float16", "bfloat16"] | None = _as(None, "Its data type (default: float16; bfloat16 on cpu).")
+    amp_dtype: Literal["float16", "bfloat16"] | None = _as(
+        None, "Its data type (default: float16; bfloat16 on cpu)."
+    )
     channels_last: bool = _as(False, "Use the channels-last memory format.")
-    checkpoint_every: Annotated[int, Field(ge=0)] = _as(0, "Steps between saved states; 0: once per epoch.")
-    log_with: Annotated[list[str], BeforeValidator(_listed)] = _as([], "accelerate trackers to log to.")
+    checkpoint_every: Annotated[int, Field(ge=0)] = _as(
+        0, "Steps between saved states; 0: once per epoch."
+    )
+    log_with: Annotated[list[str], BeforeValidator(_listed)] = _as(
+        [], "accelerate trackers to log to."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         from timm.optim import list_optimizers
 
         taught, mixed = self.teacher == "source", bool(self.mixup or self.cutmix)
-        ignored = [name for name in ("warmup_epochs", "layer_decay") if self.sched == "none" and getattr(self, name)]
+        ignored = [
+            name
+            for name in ("warmup_epochs", "layer_decay")
+            if self.sched == "none" and getattr(self, name)
+        ]
         folderless = self.dataset in ("", "digits") or self.dataset.startswith("hf")
         weights = {self.task_loss_weight, self.distill_loss_weight}
         contradictions = {
-            "match says how to pair a checkpoint's tensors, set checkpoint too": self.match and not self.checkpoint,
+            "match says how to pair a checkpoint's tensors, set checkpoint too": self.match
+            and not self.checkpoint,
             "task_loss_weight 0 needs teacher: source": not taught and not self.labelled,
-            "one of distill_loss_weight and task_loss_weight must be above 0": taught and weights == {0},
+            "one of distill_loss_weight and task_loss_weight must be above 0": taught
+            and weights == {0},
             "mixup and cutmix act on labels; set task_loss_weight above 0 or drop them": (
                 taught and mixed and not self.labelled
             ),
@@ -174,14 +242,17 @@ class Recipe(BaseModel):
                 self.strength_sched == "there-and-back" and self.strength_end == 1
             ),
             f"sched none does not apply {' and '.join(ignored)}; set sched: constant, which does": ignored,
-            "amp_dtype chooses the data type of mixed precision; set amp: true too": self.amp_dtype and not self.amp,
+            "amp_dtype chooses the data type of mixed precision; set amp: true too": self.amp_dtype
+            and not self.amp,
             "mixup and cutmix need an even batch_size": mixed and self.batch_size % 2,
             f"dataset {printable(self.dataset, 64)} needs data_dir too, the folder that holds it": (
                 not self.data_dir and not folderless
             ),
         }
         wrong = [sentence for sentence, holds in contradictions.items() if holds]
-        wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown("sched", self.sched, _SCHEDULES)
+        wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown(
+            "sched", self.sched, _SCHEDULES
+        )
         if wrong:
             raise ValueError(", ".join(wrong))
         return self
@@ -207,31 +278,45 @@ class Recipe(BaseModel):
             temporary.write_text(text)
 
 
-# What may differ between the parts of an interrupted run: it changes how the work is done, not its result.
+# What may differ between the parts of an interrupted run: it changes how the work is done, not its
+# result.
 FREE = frozenset({"workers", "device", "checkpoint_every", "log_with"})
-PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})  # may have moved; what lies there is looked at
+PLACES = frozenset(
+    {"model", "checkpoint", "data_dir", "class_map"}
+)  # may have moved; what lies there is looked at
 
 
 def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe:
-    """Read a shipped recipe, a YAML file or, for None, the defaults alone; `overrides`, by field name, win.
+    """Read a shipped recipe, a YAML file or, for None, the defaults alone; `overrides`, by field
+    name, win.
 
-    A UsageError says that there is no such recipe, or lists everything that is wrong with it at once; a RetrofitError
-    says why its file cannot be read.
+    A UsageError says that there is no such recipe, or lists everything that is wrong with it at
+    once; a RetrofitError says why its file cannot be read.
     """
     values = {} if name is None else recipe_settings(name)
-    if overrides.keys() & _SOURCES:  # images come from one place: a command line's replaces the recipe's
+    if (
+        overrides.keys() & _SOURCES
+    ):  # images come from one place: a command line's replaces the recipe's
         values = {key: value for key, value in values.items() if key not in _SOURCES}
     values = {**values, **overrides}
     place = values.get("data_dir")
-    if isinstance(place, str) and place.startswith(_NAMED) and not values.get("dataset") and not os.path.exists(place):
+    if (
+        isinstance(place, str)
+        and place.startswith(_NAMED)
+        and not values.get("dataset")
+        and not os.path.exists(place)
+    ):
         values |= {"dataset": place, "data_dir": None}
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         problems = error.errors()
     wrong_alone = {problem["loc"][0] for problem in problems if problem["loc"]}
-    try:  # contradictions show only where each value by itself is right
-        Recipe.model_validate({key: value for key, value in values.items() if key not in wrong_alone})
+    # contradictions show only where each value by itself is right
+    try:
+        Recipe.model_validate(
+            {key: value for key, value in values.items() if key not in wrong_alone}
+        )
     except ValidationError as error:
         problems += error.errors()
     sentences = list(dict.fromkeys(_sentence(dict(problem)) for problem in problems))
@@ -253,7 +338,9 @@ def _sentence(problem: dict[str, Any]) -> str:
     key = str(problem["loc"][0]) if problem["loc"] else ""
     if problem["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key[:64].replace("-", "_"), Recipe.model_fields, n=2)
-        return f"unknown setting {shown(key)}" + (f" (did you mean {' or '.join(close)}?)" if close else "")
+        return f"unknown setting {shown(key)}" + (
+            f" (did you mean {' or '.join(close)}?)" if close else ""
+        )
     if not key:
         return str(problem["msg"]).removeprefix("Value error, ")
     said = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
@@ -269,43 +356,61 @@ def recipe_summaries() -> dict[str, str]:
 
 
 def recipe_text(name: str) -> str:
-    """Return a shipped recipe's text; for a name that does not exist, a UsageError shows the closest ones."""
+    """Return a shipped recipe's text; for a name that does not exist, a UsageError shows the
+    closest ones.
+    """
     names = list(recipe_summaries())
     if name not in names:
         close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
-        raise UsageError(f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean {' or '.join(close)}?")
+        raise UsageError(
+            f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean {' or '.join(close)}?"
+        )
     return (_RECIPES / f"{name}.yaml").read_text()
 
 
 def recipe_settings(name: str | Path) -> dict[str, Any]:
     """Read the settings of a shipped recipe, or of a YAML file with one `name: value` a line.
 
-    A RetrofitError says why the file cannot be read; a UsageError, that there is no such recipe, or no settings in it.
+    A RetrofitError says why the file cannot be read; a UsageError, that there is no such recipe, or
+    no settings in it.
     """
     what, path = f"recipe {printable(name, 100)}", Path(name)
     if path.suffix in (".yaml", ".yml") or os.path.exists(path):
-        if not os.path.isfile(path):  # opening a pipe would wait for ever
+        # opening a pipe would wait for ever
+        if not os.path.isfile(path):
             problem = "is not a regular file" if os.path.exists(path) else "is not there"
             raise RetrofitError(f"cannot read the {what}, which {problem}; check the path")
         try:
             if (size := path.stat().st_size) > _MOST_BYTES:
-                raise RetrofitError(f"{what} has {size:,} bytes, more than {_MOST_BYTES:,}; check the path")
+                raise RetrofitError(
+                    f"{what} has {size:,} bytes, more than {_MOST_BYTES:,}; check the path"
+                )
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise RetrofitError(f"cannot read the {what} ({one_line(error)}); check the path") from error
+            raise RetrofitError(
+                f"cannot read the {what} ({one_line(error)}); check the path"
+            ) from error
     else:
         text = recipe_text(str(name))
     try:
         values = yaml.load(text, _SettingsLoader)
-    except Exception as error:  # numbers and dates raise ValueError, and more
-        raise UsageError(f"{what} is not YAML ({one_line(error)}); write one `name: value` a line") from error
+    # numbers and dates raise ValueError, and more
+    except Exception as error:
+        raise UsageError(
+            f"{what} is not YAML ({one_line(error)}); write one `name: value` a line"
+        ) from error
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"{what} holds no settings; write one `name: value` a line")
-    return {key if isinstance(key, str) else f"<{type(key).__name__}>": value for key, value in (values or {}).items()}
+    return {
+        key if isinstance(key, str) else f"<{type(key).__name__}>": value
+        for key, value in (values or {}).items()
+    }
 
 
 class _SettingsLoader(yaml.SafeLoader):
-    """Refuses a name that stands twice, and merged mappings, of which a few lines can stand for gigabytes."""
+    """Refuses a name that stands twice, and merged mappings, of which a few lines can stand for
+    gigabytes.
+    """
 
     def flatten_mapping(self, node: Any) -> None:
         """Merge nothing: the name `<<` is then one that yaml cannot construct."""
@@ -314,5 +419,7 @@ class _SettingsLoader(yaml.SafeLoader):
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
             counts = Counter(str(key.value) for key, _ in node.value)
-            raise yaml.YAMLError(f"it sets {shortlist([name for name in counts if counts[name] > 1])} twice")
+            raise yaml.YAMLError(
+                f"it sets {shortlist([name for name in counts if counts[name] > 1])} twice"
+            )
         return mapping

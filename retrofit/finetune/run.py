@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune import prepare, run_report, run_state
 from retrofit.finetune.data import Batches, Part, open_data, summed, validate, validation_share
-from retrofit.finetune.divergence import ChanceWatch, Fault, StepGate, Verdict, divergence_of, not_finite
+from retrofit.finetune.divergence import (
+    ChanceWatch,
+    Fault,
+    StepGate,
+    Verdict,
+    divergence_of,
+    not_finite,
+)
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.finetune.statistics import local_norms, recentre, sync_norms, update_bn
@@ -29,9 +36,12 @@ from retrofit.networks.models import Network, open_model
 from retrofit.surgery import strength_layers
 from retrofit.utils.text import shortlist
 
-_FEW = 8  # images that show whether the network answers the same to all
-_RECENTRED = 128  # images that moments are measured on before the way back, a few at a time
-_PRECISE_BATCH = 32  # images that running statistics are estimated on at a time
+# images that show whether the network answers the same to all
+_FEW = 8
+# images that moments are measured on before the way back, a few at a time
+_RECENTRED = 128
+# images that running statistics are estimated on at a time
+_PRECISE_BATCH = 32
 
 
 def finetune(
@@ -43,18 +53,27 @@ def finetune(
     callback: RunCallback | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Position:
-    """Train a network as a recipe says; the run's folder is new, empty, or of a run killed before its first state.
+    """Train a network as a recipe says; the run's folder is new, empty, or of a run killed before
+    its first state.
 
-    To `resume`, from the state in the folder, give the network that `resume_network` opens. `stop` is asked after each
-    step; a true answer saves the state and ends the run. A UsageError says which setting does not fit the network or
-    the data; a RetrofitError, that the folder is in use, the data or state cannot be read, the disk is full, or the
-    loss is not finite. A run that has saved no state leaves nothing behind.
+    To `resume`, from the state in the folder, give the network that `resume_network` opens. `stop`
+    is asked after each step; a true answer saves the state and ends the run. A UsageError says
+    which setting does not fit the network or the data; a RetrofitError, that the folder is in use,
+    the data or state cannot be read, the disk is full, or the loss is not finite. A run that has
+    saved no state leaves nothing behind.
     """
     accelerator = make_accelerator(recipe, folder)
     main = accelerator.is_main_process
     with run_state.owned(folder, resume) if main else nullcontext():
         state = run_state.load_state(folder) if resume else None
-        run = Run(network, recipe, folder, accelerator, callback if main and callback else RunCallback(), state)
+        run = Run(
+            network,
+            recipe,
+            folder,
+            accelerator,
+            callback if main and callback else RunCallback(),
+            state,
+        )
         if state is None:
             run.begin()
         else:
@@ -69,19 +88,27 @@ def finetune(
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
-    """Set up the run that `torchrun` or `accelerate launch` started; a UsageError names a missing device or tracker."""
+    """Set up the run that `torchrun` or `accelerate launch` started; a UsageError names a missing
+    device or tracker.
+    """
     present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if recipe.device not in (None, "cpu") and (present is None or recipe.device != present.type):
         have = present.type if present else "no accelerator"
-        raise UsageError(f"cannot use `device={recipe.device!r}`: there is {have}; leave it out or use cpu")
+        raise UsageError(
+            f"cannot use `device={recipe.device!r}`: there is {have}; leave it out or use cpu"
+        )
     cpu = recipe.device == "cpu" or present is None
     if cpu and recipe.amp_dtype == "float16":
         raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
-    half = {"bfloat16": "bf16", "float16": "fp16", None: "bf16" if cpu else "fp16"}[recipe.amp_dtype]
+    half = {"bfloat16": "bf16", "float16": "fp16", None: "bf16" if cpu else "fp16"}[
+        recipe.amp_dtype
+    ]
     trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
     if missing := [name for name in recipe.log_with if name not in trackers]:
         have = f"installed here: {', '.join(trackers) or 'none'}"
-        raise UsageError(f"`log_with={missing[:1]!r}` is no tracker of accelerate here ({have}); install it")
+        raise UsageError(
+            f"`log_with={missing[:1]!r}` is no tracker of accelerate here ({have}); install it"
+        )
     return Accelerator(
         cpu=cpu,
         mixed_precision=half if recipe.amp else "no",
@@ -92,28 +119,38 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
 
 
 def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
-    """Open the network that a recipe names, or raise UsageError if it names none; random weights come from its seed.
+    """Open the network that a recipe names, or raise UsageError if it names none; random weights
+    come from its seed.
 
     `network` is `open_model`'s: what builds it, if an artifact holds the user's own.
     """
     if recipe.model is None:
-        raise UsageError("there is no network to train; give MODEL, an artifact or a network's name")
+        raise UsageError(
+            "there is no network to train; give MODEL, an artifact or a network's name"
+        )
     random_seed(recipe.seed)
     return open_model(
         recipe.model,
         pretrained=recipe.pretrained,
         checkpoint=recipe.checkpoint,
         match=recipe.match,
-        num_classes=recipe.num_classes if recipe.checkpoint else None,  # else the run replaces the classifier
+        num_classes=recipe.num_classes
+        if recipe.checkpoint
+        # else the run replaces the classifier
+        else None,
         img_size=recipe.img_size if artifact.artifact_path(recipe.model) is None else None,
         network=network,
     )
 
 
 def resume_network(folder: Path, network: str | None = None) -> Network:
-    """Open the network that a run in `folder` began with; `network` as for `open_model`. RetrofitError if none did."""
+    """Open the network that a run in `folder` began with; `network` as for `open_model`.
+    RetrofitError if none did.
+    """
     if not (folder / run_state.START).is_file():
-        raise RetrofitError(f"no run to resume in {folder}; give the folder of one, or start one without `resume`")
+        raise RetrofitError(
+            f"no run to resume in {folder}; give the folder of one, or start one without `resume`"
+        )
     return open_model(str(folder / run_state.START), network=network)
 
 
@@ -130,7 +167,12 @@ class Run:
         state: dict[str, Any] | None,
     ) -> None:
         """Open the data and prepare the network; `state` is that of a run to go on with."""
-        self.recipe, self.folder, self.accelerator, self.callback = recipe, folder, accelerator, callback
+        self.recipe, self.folder, self.accelerator, self.callback = (
+            recipe,
+            folder,
+            accelerator,
+            callback,
+        )
         self.device = accelerator.device
         random_seed(recipe.seed)
 
@@ -144,14 +186,21 @@ class Run:
         self.network, outputs = network, prepare.scores_of(network)
         self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
         self.model = network.model.to(self.device).to(memory_format=self.layout).train()
-        teacher = prepare.source_network(network, state is not None) if recipe.teacher == "source" else None
+        teacher = (
+            prepare.source_network(network, state is not None)
+            if recipe.teacher == "source"
+            else None
+        )
         self.objective = prepare.Objective(recipe, outputs, teacher)
-        self.val = validation_share(images.val, network.preprocess, None if recipe.labelled else teacher, accelerator)
+        self.val = validation_share(
+            images.val, network.preprocess, None if recipe.labelled else teacher, accelerator
+        )
         as_validated = create_transform(**network.preprocess.to_dict())
         self.plain_images = Part(images.train.images, transform=as_validated)
         rank, world = accelerator.process_index, accelerator.num_processes
         self.batches = Batches(images.train.images, recipe, network.preprocess, rank, world)
-        self.kept = {  # what a resumed run must have as it was
+        # what a resumed run must have as it was
+        self.kept = {
             **recipe.model_dump(mode="json", exclude=set(FREE | PLACES)),
             "images": len(images.train.images),
             "classes": images.names and list(images.names),
@@ -159,28 +208,50 @@ class Run:
         }
         self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
         if not self.epoch_steps:
-            what = f"an epoch has {len(self.batches)} batches, a step takes {recipe.grad_accum_steps}"
+            what = (
+                f"an epoch has {len(self.batches)} batches, a step takes {recipe.grad_accum_steps}"
+            )
             raise RetrofitError(f"{what}; lower `grad_accum_steps` or `batch_size`")
         self.position = Position(self.epoch_steps * recipe.epochs)
         classes = images.train.classes if recipe.labelled else outputs
-        self.chance = ChanceWatch(recipe, self.position.steps, classes, network.weights["kind"] == "random")
+        self.chance = ChanceWatch(
+            recipe, self.position.steps, classes, network.weights["kind"] == "random"
+        )
         self._prepare_training()
 
     def _prepare_training(self) -> None:
         """Set up what changes the weights, and what follows them."""
         recipe, callback, accelerator = self.recipe, self.callback, self.accelerator
-        prepare.adjust_layers(self.model, recipe, self.position.steps * recipe.grad_accum_steps, callback.note)
+        prepare.adjust_layers(
+            self.model, recipe, self.position.steps * recipe.grad_accum_steps, callback.note
+        )
         frozen = recipe.freeze == "all-but-norm"
-        self.frozen_norms = prepare.freeze_all_but_norm(self.model, self.new_tensors, callback.note) if frozen else []
-        self.average: Any = ModelEmaV3(self.model, recipe.model_ema_decay) if recipe.model_ema else None
+        self.frozen_norms = (
+            prepare.freeze_all_but_norm(self.model, self.new_tensors, callback.note)
+            if frozen
+            else []
+        )
+        self.average: Any = (
+            ModelEmaV3(self.model, recipe.model_ema_decay) if recipe.model_ema else None
+        )
         self.networks = [self.model] if self.average is None else [self.model, self.average.module]
         self.validated: nn.Module = self.networks[-1]
         self.schedule: StrengthSchedule | None = None
         if strength_layers(self.model):
             noise = recipe.noise if prepare.draws_noise(self.model) else None
-            walk: dict[str, Any] = {"noise": noise, "noise_start": recipe.noise_start, "noise_ramp": recipe.noise_ramp}
-            walk |= {"shape": recipe.strength_sched, "ramp": recipe.strength_ramp, "end": recipe.strength_end}
-            self.schedule = StrengthSchedule(nn.ModuleList(self.networks), self.position.steps, **walk)
+            walk: dict[str, Any] = {
+                "noise": noise,
+                "noise_start": recipe.noise_start,
+                "noise_ramp": recipe.noise_ramp,
+            }
+            walk |= {
+                "shape": recipe.strength_sched,
+                "ramp": recipe.strength_ramp,
+                "end": recipe.strength_end,
+            }
+            self.schedule = StrengthSchedule(
+                nn.ModuleList(self.networks), self.position.steps, **walk
+            )
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
         optimizer = prepare.build_optimizer(self.model, recipe)
@@ -189,8 +260,14 @@ class Run:
         self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
         accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
         parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        parts |= {"average": self.average and self.validated, "schedule": self.schedule, "scaler": accelerator.scaler}
-        self.stateful: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        parts |= {
+            "average": self.average and self.validated,
+            "schedule": self.schedule,
+            "scaler": accelerator.scaler,
+        }
+        self.stateful: dict[str, Any] = {
+            name: part for name, part in parts.items() if part is not None
+        }
 
     def begin(self) -> None:
         """Fill the folder with what the run begins with."""
@@ -205,7 +282,9 @@ class Run:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
         if changed := [name for name, value in self.kept.items() if value != state["kept"][name]]:
-            what = f"{shortlist(changed)} differ from those that the run in {self.folder} began with"
+            what = (
+                f"{shortlist(changed)} differ from those that the run in {self.folder} began with"
+            )
             how = f"the same images, as many processes, and the recipe in it, {run_state.RECIPE}"
             raise RetrofitError(f"{what}; resume it with {how}")
         for name, part in self.stateful.items():
@@ -219,7 +298,11 @@ class Run:
         generators = gather_object([run_state.random_state()])
         if self.accelerator.is_main_process:
             state = {name: part.state_dict() for name, part in self.stateful.items()}
-            state |= {"generators": generators, "position": asdict(self.position), "kept": self.kept}
+            state |= {
+                "generators": generators,
+                "position": asdict(self.position),
+                "kept": self.kept,
+            }
             state["new_tensors"] = list(self.new_tensors)
             run_state.save_state(self.folder, state)
 
@@ -230,7 +313,8 @@ class Run:
         batches = self.batches.epoch(epoch, done * recipe.grad_accum_steps)
         self.gate.start(position.loss_sum)
         self.model.train()
-        for layer in self.frozen_norms:  # their statistics are as frozen as their weights
+        # their statistics are as frozen as their weights
+        for layer in self.frozen_norms:
             layer.training = False
         for _ in range(done, self.epoch_steps):
             began = time.monotonic()
@@ -243,13 +327,16 @@ class Run:
                 self.average.update(self.model, position.step)
             if self.schedule is not None:
                 self.schedule.step()
-                if self.schedule.turning:  # before the way back, constants say what the network estimates by now
+                if (
+                    self.schedule.turning
+                ):  # before the way back, constants say what the network estimates by now
                     for model in self.networks:
                         recentre(self.plain_images.batches(_RECENTRED, _FEW), model, self.device)
             position.seconds += time.monotonic() - began
             self.gate.send((self._step(epoch), position.images), self.last_images)
             stopping = stop()
-            if self.accelerator.num_processes > 1:  # because one was asked to
+            # because one was asked to
+            if self.accelerator.num_processes > 1:
                 stopping = summed([stopping], self.accelerator)[0] > 0
             last = stopping or position.step % self.epoch_steps == 0
             saving = recipe.checkpoint_every and position.step % recipe.checkpoint_every == 0
@@ -265,7 +352,9 @@ class Run:
 
     def _train_batch(self, images: Tensor, targets: Tensor) -> None:
         """Do a batch's share of a step."""
-        self._list_unreadable(self.batches.replace_unreadable(images, targets), "another image takes its place")
+        self._list_unreadable(
+            self.batches.replace_unreadable(images, targets), "another image takes its place"
+        )
         images = images.to(self.device, non_blocking=True, memory_format=self.layout)
         images, targets = self.objective.mix(images, targets.to(self.device, non_blocking=True))
         with self.accelerator.accumulate(self.wrapped):
@@ -302,9 +391,14 @@ class Run:
         figures = {"train_loss": step.loss, "lr": step.lr, "strength": step.strength or 0.0}
         self.accelerator.log(figures, step=step.step)
 
-    def _diverged(self, what: str, step: int, images: Tensor, fault: Fault = "state") -> RetrofitError:
-        """Say what is not finite, which layer went first, where the last good state is, and what to do."""
-        with local_norms(self.model):  # the other processes do not take part
+    def _diverged(
+        self, what: str, step: int, images: Tensor, fault: Fault = "state"
+    ) -> RetrofitError:
+        """Say what is not finite, which layer went first, where the last good state is, and what to
+        do.
+        """
+        # the other processes do not take part
+        with local_norms(self.model):
             cause, advice = divergence_of(self.model, images, fault, self.recipe)
         good = run_state.load_state(self.folder)["position"]["step"]
         what = f"{what} is not finite at step {step} of {self.position.steps}: {cause}"
@@ -321,11 +415,15 @@ class Run:
         loss_sum, images = summed([position.loss_sum, position.images], self.accelerator)
         if recipe.precise_bn is not None:
             for model in self.networks:
-                update_bn(self.plain_images.batches(recipe.precise_bn, _PRECISE_BATCH), model, self.device)
+                update_bn(
+                    self.plain_images.batches(recipe.precise_bn, _PRECISE_BATCH), model, self.device
+                )
         accuracy = None
         measured: dict[str, Any] = dict.fromkeys(("val_top1", "val_top5", "val_loss"))
         if self.val is not None:
-            accuracy = validate(self.validated, self.val, self.network.preprocess, recipe, self.accelerator)
+            accuracy = validate(
+                self.validated, self.val, self.network.preprocess, recipe, self.accelerator
+            )
             loss = None if math.isnan(accuracy.loss) else accuracy.loss
             measured = {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": loss}
             self._list_unreadable(accuracy.skipped, "it is left out")
@@ -343,17 +441,24 @@ class Run:
         }
         position.rows.append(row)
         position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
-        better = position.is_best(row["val_top1"], 0.0 if self.schedule is None else 1 - self.schedule.remaining)
-        self.accelerator.log({name: value for name, value in measured.items() if value is not None}, position.step)
+        better = position.is_best(
+            row["val_top1"], 0.0 if self.schedule is None else 1 - self.schedule.remaining
+        )
+        self.accelerator.log(
+            {name: value for name, value in measured.items() if value is not None}, position.step
+        )
         if not self.accelerator.is_main_process:
             return
         if better:
             self._write_artifact(self.validated, self.folder / "best.safetensors")
         run_report.write_metrics(self.folder, position.rows)
-        self.callback.epoch(row)  # which may look at the files
+        # which may look at the files
+        self.callback.epoch(row)
         if accuracy is not None:
             few = self.plain_images.batches(_FEW, _FEW)
-            if (warning := self.chance.warning(row, accuracy.images, self.validated, few)) is not None:
+            if (
+                warning := self.chance.warning(row, accuracy.images, self.validated, few)
+            ) is not None:
                 self.callback.note(warning)
 
     def end(self) -> Position:
@@ -363,17 +468,35 @@ class Run:
             self._write_artifact(self.model, self.folder / "last.safetensors")
             if self.val is None and position.finished:
                 self._write_artifact(self.validated, self.folder / "best.safetensors")
-            if position.rows and (problem := run_report.draw(self.folder, position.rows)) is not None:
-                self.callback.note(f"warning: a picture cannot be drawn ({problem}); the run is complete without it")
+            if (
+                position.rows
+                and (problem := run_report.draw(self.folder, position.rows)) is not None
+            ):
+                self.callback.note(
+                    f"warning: a picture cannot be drawn ({problem}); the run is complete without it"
+                )
         self.accelerator.end_training()
         return position
 
-    def _write_artifact(self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None) -> None:
+    def _write_artifact(
+        self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None
+    ) -> None:
         steps, network = self.position.step, self.network
         origin = network.weights.get("from") or network.source.name
-        trained: dict[str, Any] = {"kind": "checkpoint", "from": f"{self.folder}, step {steps}, from {origin}"}
+        trained: dict[str, Any] = {
+            "kind": "checkpoint",
+            "from": f"{self.folder}, step {steps}, from {origin}",
+        }
         if self.schedule is not None:
             trained["steps"] = steps
         with local_norms(model):
-            first = weights is not None  # which proves that the network can be built again
-            artifact.save(model, path, source=network.source, weights=weights or trained, force=True, proved=not first)
+            # which proves that the network can be built again
+            first = weights is not None
+            artifact.save(
+                model,
+                path,
+                source=network.source,
+                weights=weights or trained,
+                force=True,
+                proved=not first,
+            )

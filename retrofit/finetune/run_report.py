@@ -1,4 +1,6 @@
-"""What a run tells: those who watch it, how it goes and how it ended; and in its folder, the figures of each epoch."""
+"""What a run tells: those who watch it, how it goes and how it ended; and in its folder, the
+figures of each epoch.
+"""
 
 import csv
 import json
@@ -21,14 +23,19 @@ _PANELS = (
 class Step:
     """Where a run is."""
 
-    epoch: int  # from 1
+    # from 1
+    epoch: int
     epochs: int
-    step: int  # optimizer steps done
+    # optimizer steps done
+    step: int
     steps: int
-    loss: float  # mean of the epoch so far
+    # mean of the epoch so far
+    loss: float
     lr: float
-    strength: float | None  # None without converted layers
-    images_per_second: float  # all processes together
+    # None without converted layers
+    strength: float | None
+    # all processes together
+    images_per_second: float
 
 
 class RunCallback:
@@ -51,15 +58,24 @@ class RunCallback:
 class Position:
     """Where a run stands, beside its tensors, and in the end how it went."""
 
-    steps: int  # of the whole run
-    step: int = 0  # optimizer steps done
-    loss_sum: float = 0.0  # of the epoch's images so far
-    images: int = 0  # of the epoch so far
-    seconds: float = 0.0  # that these took
-    best: float | None = None  # validation accuracy in percent
-    best_progress: float = 0.0  # how far on the way to the target the best is, from 0 to 1
-    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics of each whole epoch
-    unreadable: list[str] = field(default_factory=list)  # images, by name
+    # of the whole run
+    steps: int
+    # optimizer steps done
+    step: int = 0
+    # of the epoch's images so far
+    loss_sum: float = 0.0
+    # of the epoch so far
+    images: int = 0
+    # that these took
+    seconds: float = 0.0
+    # validation accuracy in percent
+    best: float | None = None
+    # how far on the way to the target the best is, from 0 to 1
+    best_progress: float = 0.0
+    # metrics of each whole epoch
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    # images, by name
+    unreadable: list[str] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -67,15 +83,24 @@ class Position:
         return self.step == self.steps
 
     def is_best(self, top1: float | None, progress: float) -> bool:
-        """Note whether an epoch is the best: the furthest on the way to the target, whatever the way costs."""
-        if top1 is None or (self.best is not None and (progress, top1) <= (self.best_progress, self.best)):
+        """Note whether an epoch is the best: the furthest on the way to the target, whatever the
+        way costs.
+        """
+        if top1 is None or (
+            self.best is not None and (progress, top1) <= (self.best_progress, self.best)
+        ):
             return False
         self.best, self.best_progress = top1, progress
         return True
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        ends = {"finished": self.finished, "step": self.step, "steps": self.steps, "best_top1": self.best}
+        ends = {
+            "finished": self.finished,
+            "step": self.step,
+            "steps": self.steps,
+            "best_top1": self.best,
+        }
         return {**ends, "last": self.rows[-1] if self.rows else None, "unreadable": self.unreadable}
 
 
@@ -83,7 +108,10 @@ def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Write metrics.jsonl and metrics.csv, one line an epoch."""
     with atomic_write(folder / "metrics.jsonl", force=True) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with atomic_write(folder / "metrics.csv", force=True) as temporary, temporary.open("w") as table:
+    with (
+        atomic_write(folder / "metrics.csv", force=True) as temporary,
+        temporary.open("w") as table,
+    ):
         writer = csv.DictWriter(table, list(rows[-1]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -102,12 +130,18 @@ def draw(folder: Path, rows: list[dict[str, Any]]) -> str | None:
         for axes, curves in zip(panels, _PANELS, strict=True):
             for key, label in curves.items():
                 if rows[-1][key] is not None:
-                    axes.plot([row["epoch"] for row in rows], [row[key] for row in rows], ".-", label=label)
+                    axes.plot(
+                        [row["epoch"] for row in rows],
+                        [row[key] for row in rows],
+                        ".-",
+                        label=label,
+                    )
             if axes.lines:
                 axes.legend(frameon=False)
         panels[-1].set_xlabel("epoch")
         with atomic_write(folder / "curves.png", force=True) as temporary:
             figure.savefig(temporary, format="png", dpi=120)
-    except Exception as error:  # of matplotlib or the disk
+    # of matplotlib or the disk
+    except Exception as error:
         return one_line(error)
     return None

@@ -1,4 +1,6 @@
-"""A run on the disk: its folder, which has one owner, and the state in it, everything that the next step depends on."""
+"""A run on the disk: its folder, which has one owner, and the state in it, everything that the next
+step depends on.
+"""
 
 import os
 import random
@@ -17,35 +19,48 @@ from retrofit.utils.text import one_line
 
 SCHEMA = 3
 RECIPE, STATE = "recipe.yaml", "state"
-START = f"{STATE}/start.safetensors"  # the artifact that a run began with
+# the artifact that a run began with
+START = f"{STATE}/start.safetensors"
 _LAST, _PREVIOUS = f"{STATE}/last.pt", f"{STATE}/previous.pt"
 _LOCK = ".lock"
 
 
 @contextmanager
 def owned(folder: Path, resume: bool) -> Iterator[None]:
-    """Own a run's folder while the body runs; a RetrofitError if another process owns it, or it cannot be made.
+    """Own a run's folder while the body runs; a RetrofitError if another process owns it, or it
+    cannot be made.
 
-    A new run takes a folder that is empty or not there, or that holds a run which was killed before its first state,
-    and no other. If the body fails before it has saved a state, what it made is removed.
+    A new run takes a folder that is empty or not there, or that holds a run which was killed before
+    its first state, and no other. If the body fails before it has saved a state, what it made is
+    removed.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = acquire(folder / _LOCK)
     except OSError as error:
-        raise RetrofitError(f"cannot make the folder {folder} ({error.strerror}); give another `folder`") from error
+        raise RetrofitError(
+            f"cannot make the folder {folder} ({error.strerror}); give another `folder`"
+        ) from error
     if not free:
-        raise RetrofitError(f"another process trains in {folder}; give another `folder`, or resume once it has ended")
+        raise RetrofitError(
+            f"another process trains in {folder}; give another `folder`, or resume once it has ended"
+        )
     try:
         sweep(folder)
         sweep(folder / STATE)
         if not resume:
             present = {path.name for path in folder.iterdir()} - {_LOCK}
-            states = {path.name for path in (folder / STATE).iterdir()} if STATE in present else set()
-            killed = STATE in present and present <= {RECIPE, STATE} and states <= {Path(START).name}
+            states = (
+                {path.name for path in (folder / STATE).iterdir()} if STATE in present else set()
+            )
+            killed = (
+                STATE in present and present <= {RECIPE, STATE} and states <= {Path(START).name}
+            )
             if present and not killed:
-                raise RetrofitError(f"{folder} exists; give another `folder`, or go on with the run in it by `resume`")
+                raise RetrofitError(
+                    f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
+                )
             _clear(folder)
         with termination_unwinds():
             try:
@@ -55,7 +70,8 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
                     _clear(folder)
     finally:
         release(folder / _LOCK)
-        with suppress(OSError):  # it holds a run now
+        # it holds a run now
+        with suppress(OSError):
             for path in made:
                 path.rmdir()
 
@@ -66,12 +82,15 @@ def _clear(folder: Path) -> None:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write a run's state and keep the one before it; one of the two is always whole, even if the disk is full."""
+    """Write a run's state and keep the one before it; one of the two is always whole, even if the
+    disk is full.
+    """
     last = folder / _LAST
     with atomic_write(last, force=True) as temporary:
         try:
             torch.save({"schema": SCHEMA, **state}, temporary)
-        except RuntimeError as error:  # torch's writer reports a full disk so
+        # torch's writer reports a full disk so
+        except RuntimeError as error:
             what = f"cannot write the state {last} ({one_line(error)})"
             raise RetrofitError(f"{what}; free space, then go on with `resume`") from error
         if last.exists():
@@ -79,24 +98,33 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read a run's newest whole state; a RetrofitError if there is none, or it is of another version."""
+    """Read a run's newest whole state; a RetrofitError if there is none, or it is of another
+    version.
+    """
     reason = "there is none"
     for path in (folder / _LAST, folder / _PREVIOUS):
         if not path.is_file():
             continue
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises anything on a damaged file
+        # torch raises anything on a damaged file
+        except Exception as error:
             reason = f"{path.name}: {one_line(error)}"
             continue
         if state["schema"] != SCHEMA:
-            raise RetrofitError(f"{path} was written by another version of retrofit; resume it with that")
+            raise RetrofitError(
+                f"{path} was written by another version of retrofit; resume it with that"
+            )
         return state
-    raise RetrofitError(f"no state to resume in {folder} ({reason}); start anew in another folder with its {RECIPE}")
+    raise RetrofitError(
+        f"no state to resume in {folder} ({reason}); start anew in another folder with its {RECIPE}"
+    )
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of Python's, numpy's and torch's generators, as values that `torch.load` reads safely."""
+    """Return the state of Python's, numpy's and torch's generators, as values that `torch.load`
+    reads safely.
+    """
     kind, keys, *rest = np.random.get_state(legacy=True)
     numpy = (kind, np.asarray(keys).tolist(), *rest)
     state = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}

@@ -1,4 +1,6 @@
-"""Statistics of a network's norms, converted or not: estimated again, held where they are, or shared by processes."""
+"""Statistics of a network's norms, converted or not: estimated again, held where they are, or
+shared by processes.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,20 +22,29 @@ from retrofit.surgery import apply, plan
 from retrofit.utils.running import device_of, evaluating, hooked, input_of, modes_kept
 
 _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
-    **dict.fromkeys((ours.BatchNormalNorm1d, ours.BatchNormalNorm2d, ours.BatchNormalNorm3d), ours.SyncBatchNormalNorm),
+    **dict.fromkeys(
+        (ours.BatchNormalNorm1d, ours.BatchNormalNorm2d, ours.BatchNormalNorm3d),
+        ours.SyncBatchNormalNorm,
+    ),
     ours.BatchNormalNormAct2d: ours.SyncBatchNormalNormAct,
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), nn.SyncBatchNorm),
     BatchNormAct2d: SyncBatchNormAct,
 }
-_NOT_FINITE = "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
+_NOT_FINITE = (
+    "the images or the weights hold NaN or infinity, or values grow without bound: mend them"
+)
 
 
 @torch.no_grad()
-def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
-    """Re-estimate the running statistics of batch normalizations; in converted layers, also lambda and whitening.
+def update_bn(
+    loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None
+) -> int:
+    """Re-estimate the running statistics of batch normalizations; in converted layers, also lambda
+    and whitening.
 
-    `torch.optim.swa_utils.update_bn` does the work. Unlike it, this function reads no data if there is nothing to
-    estimate, refuses an empty loader, and restores every mode. Migrated and frozen statistics stay constant.
+    `torch.optim.swa_utils.update_bn` does the work. Unlike it, this function reads no data if there
+    is nothing to estimate, refuses an empty loader, and restores every mode. Migrated and frozen
+    statistics stay constant.
 
     Args:
         loader: Batches: tensors, or lists and tuples whose first entry is the input.
@@ -41,57 +52,78 @@ def update_bn(loader: Iterable[Any], model: nn.Module, device: torch.device | st
         device: The device to move inputs to; None leaves them where they are.
 
     Returns:
-        The number of layers re-estimated; if there are no such layers, it is 0 and the loader is not read. A layer
-        that no batch reached keeps its statistics and is not counted.
+        The number of layers re-estimated; if there are no such layers, it is 0 and the loader is
+        not read. A layer that no batch reached keeps its statistics and is not counted.
 
     Raises:
-        RetrofitError: If the loader is empty, or statistics are not finite; all statistics are then restored.
+        RetrofitError: If the loader is empty, or statistics are not finite; all statistics are then
+            restored.
     """
     layers = estimated_layers(model)
     if not layers:
         return 0
-    momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}  # frozen or not
-    former = [(layer, *named, named[1].clone()) for layer in layers for named in layer.named_buffers(recurse=False)]
+    momenta = {
+        layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)
+    }  # frozen or not
+    former = [
+        (layer, *named, named[1].clone())
+        for layer in layers
+        for named in layer.named_buffers(recurse=False)
+    ]
     estimated: list[Any] = []
     try:
         with modes_kept(model):
             swa_utils.update_bn(loader, model, None if device is None else torch.device(device))
         reached = [layer for layer in layers if layer.num_batches_tracked > 0]
         if not reached:
-            raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
+            raise RetrofitError(
+                "the loader held no batch to estimate statistics from; give it data"
+            )
         if not all(buffer.isfinite().all() for layer in reached for buffer in layer.buffers()):
             raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
         estimated = reached
     finally:
         for layer, name, buffer, value in former:
             if layer not in estimated:
-                layer._buffers[name] = buffer.copy_(value)  # whitening is reset to another tensor
+                # whitening is reset to another tensor
+                layer._buffers[name] = buffer.copy_(value)
         for layer, momentum in momenta.items():
             layer.momentum = momentum
     return len(estimated)
 
 
 def estimated_layers(model: nn.Module) -> list[Any]:
-    """Return the layers whose running statistics `update_bn` estimates: those that track them and are not frozen."""
+    """Return the layers whose running statistics `update_bn` estimates: those that track them and
+    are not frozen.
+    """
     return [layer for layer in _tracking(model) if not getattr(layer, "frozen", False)]
 
 
 def _tracking(model: nn.Module) -> list[nn.Module]:
     """Return the layers that normalize by the batch in training and by running statistics after it."""
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and getattr(m, "running_mean", None) is not None]
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, _BatchNorm) and getattr(m, "running_mean", None) is not None
+    ]
 
 
 @torch.no_grad()
-def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None) -> int:
-    """Update the constants of migrated norms to match the trained network, before its strength falls from 1 to 0.
+def recentre(
+    loader: Iterable[Any], model: nn.Module, device: torch.device | str | int | None = None
+) -> int:
+    """Update the constants of migrated norms to match the trained network, before its strength
+    falls from 1 to 0.
 
-    A migrated norm standardizes with constants, then with the moments (mean and variance) of each image and group.
-    During training, the mean of these moments may drift, but at strength 0 only the constants remain. So the constants
-    of each group are shifted and scaled until the moments average 0 and 1. At strength 1, the function stays the same,
-    since group normalization undoes a shift and a scale of its groups (with several groups, up to their eps).
+    A migrated norm standardizes with constants, then with the moments (mean and variance) of each
+    image and group. During training, the mean of these moments may drift, but at strength 0 only
+    the constants remain. So the constants of each group are shifted and scaled until the moments
+    average 0 and 1. At strength 1, the function stays the same, since group normalization undoes a
+    shift and a scale of its groups (with several groups, up to their eps).
 
     Args:
-        loader: Batches like those used in training: tensors, or lists and tuples whose first entry is the input.
+        loader: Batches like those used in training: tensors, or lists and tuples whose first entry
+            is the input.
         model: The network, changed in place; its mode is restored.
         device: The device to move inputs to; None leaves them where they are.
 
@@ -99,9 +131,14 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
         The number of layers updated.
 
     Raises:
-        RetrofitError: If the loader is empty, or moments are not finite; nothing is changed in that case.
+        RetrofitError: If the loader is empty, or moments are not finite; nothing is changed in that
+            case.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MigratedGroupNorm)}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MigratedGroupNorm)
+    }
     if not layers:
         return 0
     sums: dict[str, Tensor] = {}
@@ -110,11 +147,15 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
         """Add up m k, k and 1 of each image and group: (3, G), in float64; k = 1 / sqrt(v + eps)."""
         (x,) = args
         scale, shift = (values.view(-1, *(1,) * (x.ndim - 2)) for values in layer.input_affine())
-        var, mean = torch.var_mean((x.double() * scale + shift).reshape(len(x), layer.num_groups, -1), 2, correction=0)
+        var, mean = torch.var_mean(
+            (x.double() * scale + shift).reshape(len(x), layer.num_groups, -1), 2, correction=0
+        )
         k = torch.rsqrt(var + layer.group_eps)
         sums[name] = sums.get(name, 0) + torch.stack([mean * k, k, torch.ones_like(k)]).sum(1)
 
-    watched = hooked(layer.register_forward_pre_hook(partial(measure, name)) for name, layer in layers.items())
+    watched = hooked(
+        layer.register_forward_pre_hook(partial(measure, name)) for name, layer in layers.items()
+    )
     with evaluating(model), watched:
         for images in map(input_of, loader):
             model(images if device is None else images.to(device))
@@ -124,22 +165,30 @@ def recentre(loader: Iterable[Any], model: nn.Module, device: torch.device | str
     for name, (mean, deviation) in moments.items():
         if not (mean.isfinite().all() and deviation.isfinite().all()):
             raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
-    for name, (mean, deviation) in moments.items():  # to (x' - mean) / deviation, where it was to x'
+    for name, (
+        mean,
+        deviation,
+        # to (x' - mean) / deviation, where it was to x'
+    ) in moments.items():
         layer: Any = layers[name]
         each = layer.num_channels // layer.num_groups
         slope, _ = layer.input_affine()
         layer.running_mean.copy_(layer.running_mean.double() + mean.repeat_interleave(each) / slope)
-        layer.running_var.copy_((layer.running_var.double() + layer.eps) * deviation.square().repeat_interleave(each))
+        layer.running_var.copy_(
+            (layer.running_var.double() + layer.eps) * deviation.square().repeat_interleave(each)
+        )
         layer.eps.zero_()
         layer.group_eps.div_(deviation.square().mean())
     return len(moments)
 
 
 def freeze_norms(model: nn.Module) -> int:
-    """Keep the running statistics of batch normalizations, converted or not, fixed during training too.
+    """Keep the running statistics of batch normalizations, converted or not, fixed during training
+    too.
 
-    Converted layers then compute as in evaluation, even after `model.train()`; torch's and timm's BatchNorm layers
-    become `FrozenBatchNorm`. gamma and beta are still trained. Migrated statistics are already constants.
+    Converted layers then compute as in evaluation, even after `model.train()`; torch's and timm's
+    BatchNorm layers become `FrozenBatchNorm`. gamma and beta are still trained. Migrated statistics
+    are already constants.
 
     Args:
         model: The network, changed in place. It must not itself be a normalization layer.
@@ -159,23 +208,28 @@ def freeze_norms(model: nn.Module) -> int:
 
 
 def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> int:
-    """Compute the training statistics of batch normalizations across all processes, with exact gradients.
+    """Compute the training statistics of batch normalizations across all processes, with exact
+    gradients.
 
-    Each layer becomes its synchronized form in place: object, parameters, buffers and state-dict names stay the same.
+    Each layer becomes its synchronized form in place: object, parameters, buffers and state-dict
+    names stay the same.
 
     Args:
         model: The network.
-        device: The device that the network will run on; None for its current device. On a CPU, only converted layers
-            synchronize, since torch's need a GPU.
+        device: The device that the network will run on; None for its current device. On a CPU, only
+            converted layers synchronize, since torch's need a GPU.
 
     Returns:
         The number of layers that synchronize.
 
     Raises:
-        RetrofitError: If a layer whitens (`dbn`, `dbnn`), which requires all values of a set in one process.
+        RetrofitError: If a layer whitens (`dbn`, `dbnn`), which requires all values of a set in one
+            process.
     """
     if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
-        raise RetrofitError("whitening is not synchronized between processes; leave dbn and dbnn unsynchronized")
+        raise RetrofitError(
+            "whitening is not synchronized between processes; leave dbn and dbnn unsynchronized"
+        )
     on_cpu = (device_of(model) if device is None else torch.device(device)).type == "cpu"
     layers = [module for module in model.modules() if type(module) in _SYNCHRONIZED]
     layers = [layer for layer in layers if isinstance(layer, StrengthMixin) or not on_cpu]
@@ -188,8 +242,12 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
 
 @contextmanager
 def local_norms(model: nn.Module) -> Iterator[None]:
-    """Give the layers that `sync_norms` changed their own class for a while: an artifact describes that network."""
-    synchronized = {module: type(module) for module in model.modules() if "_retrofit_local_form" in vars(module)}
+    """Give the layers that `sync_norms` changed their own class for a while: an artifact describes
+    that network.
+    """
+    synchronized = {
+        module: type(module) for module in model.modules() if "_retrofit_local_form" in vars(module)
+    }
     for module in synchronized:
         module.__class__ = vars(module)["_retrofit_local_form"]
     try:

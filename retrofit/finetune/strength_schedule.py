@@ -11,27 +11,32 @@ from retrofit.layers.base import check_noise, check_strength
 from retrofit.utils.text import plural
 
 Shape = Literal["linear", "cosine", "there-and-back", "off"]
-NOISE_STAGES = 4  # noise is a plain number, on which a compiled network specializes: few values, few compilations
+# noise is a plain number, on which a compiled network specializes: few values, few compilations
+NOISE_STAGES = 4
 
 
 class StrengthSchedule:
-    """Raises the strength t of converted layers during training, from 0 (the source) to 1 (the target).
+    """Raises the strength t of converted layers during training, from 0 (the source) to 1 (the
+    target).
 
-    Construct it before the first step and call `step()` after every optimizer step. The noise factor xi of normality
-    layers has its own schedule, because the paper's noise is meant for long training from scratch; the layers
-    also multiply the noise by t.
+    Construct it before the first step and call `step()` after every optimizer step. The noise
+    factor xi of normality layers has its own schedule, because the paper's noise is meant for long
+    training from scratch; the layers also multiply the noise by t.
 
-    Layers may start at any strength, from an earlier conversion or training. Each starts at `start`, or at its
-    current strength if that is higher, so that what it learned there is not lost. To begin at `start` again, first
-    reset the strength with `retrofit.set_strength`.
+    Layers may start at any strength, from an earlier conversion or training. Each starts at
+    `start`, or at its current strength if that is higher, so that what it learned there is not
+    lost. To begin at `start` again, first reset the strength with `retrofit.set_strength`.
 
     Args:
-        model: A network with converted layers. To schedule several networks together, wrap them in an `nn.ModuleList`.
+        model: A network with converted layers. To schedule several networks together, wrap them in
+            an `nn.ModuleList`.
         total_steps: Number of optimizer steps in the whole training run.
-        shape: "linear" or "cosine": how t rises. "there-and-back": t rises to 1, turns around halfway through training
-            and returns to `end`, which must be below 1; at 0 the network costs what its source costs (see
-            `retrofit.recentre`). "off": the strength does not change.
-        ramp: Fraction of training over which t moves (there and back: half of it each way); 0 sets `end` at once.
+        shape: "linear" or "cosine": how t rises. "there-and-back": t rises to 1, turns around
+            halfway through training and returns to `end`, which must be below 1; at 0 the network
+            costs what its source costs (see `retrofit.recentre`). "off": the strength does not
+            change.
+        ramp: Fraction of training over which t moves (there and back: half of it each way); 0 sets
+            `end` at once.
         start: t at the first step, for layers that are not already above it.
         end: t after the ramp.
         noise: xi at the end of `noise_ramp`, for all layers; None keeps the xi of each layer.
@@ -58,16 +63,24 @@ class StrengthSchedule:
     ) -> None:
         if shape not in get_args(Shape):
             raise UsageError(f"`shape` must be one of {', '.join(get_args(Shape))}, not {shape!r}")
-        for name, value in (("ramp", ramp), ("noise_start", noise_start), ("noise_ramp", noise_ramp)):
+        for name, value in (
+            ("ramp", ramp),
+            ("noise_start", noise_start),
+            ("noise_ramp", noise_ramp),
+        ):
             if not 0 <= value <= 1:
-                raise UsageError(f"`{name}` is a fraction of the training, from 0 to 1, not {value}")
+                raise UsageError(
+                    f"`{name}` is a fraction of the training, from 0 to 1, not {value}"
+                )
         if total_steps < 1:
             raise UsageError(f"`total_steps` must be at least 1, not {total_steps}")
         start, self._end = check_strength(start), check_strength(end)
         self._most_noise = None if noise is None else check_noise(noise)
         self._there_and_back = shape == "there-and-back"
         if self._there_and_back and self._end == 1:
-            raise UsageError("there-and-back returns to a strength below 1; set `end`, 0 for the source's cost")
+            raise UsageError(
+                "there-and-back returns to a strength below 1; set `end`, 0 for the source's cost"
+            )
         self._layers = [module for module in model.modules() if isinstance(module, StrengthMixin)]
         if not self._layers:
             raise RetrofitError("the model holds no converted layer; convert it first")
@@ -75,11 +88,19 @@ class StrengthSchedule:
         if self._most_noise and not self._noisy:
             raise UsageError("`noise` means nothing to these layers, which draw none; leave it out")
         self._total, self._turn = total_steps, total_steps // 2
-        self._shape, self._ramp, self._noise_start, self._noise_ramp = shape, ramp, noise_start, noise_ramp
+        self._shape, self._ramp, self._noise_start, self._noise_ramp = (
+            shape,
+            ramp,
+            noise_start,
+            noise_ramp,
+        )
         self._steps = 0
         self._strengths = [float(layer.strength) for layer in self._layers]
         self._starts = [max(start, strength) for strength in self._strengths]
-        self.noise: float | None = None  # the factor that was set; None if the layers' own is left alone
+        self.noise: float | None = (
+            # the factor that was set; None if the layers' own is left alone
+            None
+        )
         self._set()
 
     def step(self) -> None:
@@ -94,12 +115,16 @@ class StrengthSchedule:
 
     @property
     def turning(self) -> bool:
-        """Whether t starts to fall at the next step, so that now is the time to call `retrofit.recentre`."""
+        """Whether t starts to fall at the next step, so that now is the time to call
+        `retrofit.recentre`.
+        """
         return self._there_and_back and self._steps == self._turn
 
     @property
     def remaining(self) -> float:
-        """How far t still has to move, there and back (if layers differ, the farthest); 0 with shape "off"."""
+        """How far t still has to move, there and back (if layers differ, the farthest); 0 with
+        shape "off".
+        """
         if self._shape == "off":
             return 0.0
         if self._there_and_back and self._steps <= self._turn:
@@ -107,33 +132,44 @@ class StrengthSchedule:
         return max(abs(t - self._end) for t in self._strengths)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the schedule; the strength of the layers is in the model's state dict."""
+        """Return the state of the schedule; the strength of the layers is in the model's state
+        dict.
+        """
         return {"steps": self._steps, "starts": list(self._starts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from another schedule's state, and set the layers accordingly.
 
         Raises:
-            UsageError: If `state` is not from a schedule of such a network; nothing is changed in that case.
+            UsageError: If `state` is not from a schedule of such a network; nothing is changed in
+                that case.
         """
         try:
             steps, starts = int(state["steps"]), [float(start) for start in state["starts"]]
         except (KeyError, TypeError, ValueError):
             starts = []
         if len(starts) != len(self._layers):
-            what = f"`state` is not that of a StrengthSchedule of {plural(len(self._layers), 'layer')}"
-            raise UsageError(f"{what}; pass what `state_dict` of the schedule of the same network returned")
+            what = (
+                f"`state` is not that of a StrengthSchedule of {plural(len(self._layers), 'layer')}"
+            )
+            raise UsageError(
+                f"{what}; pass what `state_dict` of the schedule of the same network returned"
+            )
         self._steps, self._starts = steps, starts
         self._set(again=True)
 
     def _set(self, again: bool = False) -> None:
         """Set strength and noise where they change, or `again`, whatever has become of them."""
         done = self._steps / self._total
-        if self._shape != "off" and ((strengths := self._strengths_at(done)) != self._strengths or again):
+        if self._shape != "off" and (
+            (strengths := self._strengths_at(done)) != self._strengths or again
+        ):
             for layer, strength in zip(self._layers, strengths, strict=True):
                 layer.set_strength(strength)
             self._strengths = strengths
-        if self._most_noise is not None and ((noise := self._noise_at(done, self._most_noise)) != self.noise or again):
+        if self._most_noise is not None and (
+            (noise := self._noise_at(done, self._most_noise)) != self.noise or again
+        ):
             for noisy in self._noisy:
                 noisy.noise = noise
             self.noise = noise

@@ -1,4 +1,6 @@
-"""The traced graphs of a model: what kind of step a node is, who consumes a value, where values come from and go."""
+"""The traced graphs of a model: what kind of step a node is, who consumes a value, where values
+come from and go.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -11,7 +13,8 @@ from retrofit.graph import kinds
 from retrofit.graph.trace import Tracer, traced, untouched
 from retrofit.utils.text import with_class
 
-_CALLS = {  # the kind of step that a function or method is, by its name
+# the kind of step that a function or method is, by its name
+_CALLS = {
     "metadata": "shape ndim dtype device is_cuda requires_grad size dim numel stride assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
@@ -41,7 +44,11 @@ _OUT_OF_GATE = {*_IN_GATE, "spread", "module"}
 
 def call_name(node: fx.Node) -> str:
     """The bare name of the function or method that a node calls, e.g. "add" for `operator.add`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
     return name.strip("_") + ("_" if name.endswith("_") and not name.startswith("_") else "")
 
 
@@ -59,16 +66,20 @@ def reached(start: fx.Node, ahead: Callable[[fx.Node], Iterable[fx.Node]]) -> se
 class Flow:
     """One path through a module's forward, and the kind of each step on it.
 
-    In its graph norms, activations, dropouts and what fx cannot enter are single nodes. `modules` has the module that
-    each call_module node calls, `steps` the kind of each node; `places`, `variables` and `size` are as `Tracer`'s.
+    In its graph norms, activations, dropouts and what fx cannot enter are single nodes. `modules`
+    has the module that each call_module node calls, `steps` the kind of each node; `places`,
+    `variables` and `size` are as `Tracer`'s.
     """
 
     def __init__(self, trace: Tracer, flows: "Flows") -> None:
         self.module, self.graph = trace.root, trace.graph
         self.places, self.variables, self.size = trace.places, trace.variables, trace.size
-        self.name = flows.names[self.module]  # empty for the model itself
+        # empty for the model itself
+        self.name = flows.names[self.module]
         self._flows = flows
-        self.modules = {node: place.target for node, place in self.places.items() if node.op == "call_module"}
+        self.modules = {
+            node: place.target for node, place in self.places.items() if node.op == "call_module"
+        }
         self.steps = {node: self._step(node) for node in self.graph.nodes}
 
     def consumers(self, node: fx.Node) -> list[fx.Node]:
@@ -104,23 +115,32 @@ class Flow:
         return f"{call_name(node)}()" if node.op.startswith("call") else str(node.target)
 
     def reaches_final_pool(self, node: fx.Node) -> bool:
-        """Whether no layer but dropout, reshaping or squeeze-excite lies between `node` and the final mean pooling."""
+        """Whether no layer but dropout, reshaping or squeeze-excite lies between `node` and the
+        final mean pooling.
+        """
         while True:
             users = self.after(node)
             gated = [user for user in users if self.steps[user] == "product"]
-            if len(gated) == 1 and all(user in gated or self.steps[user] == "pool" for user in users):
-                node = gated[0]  # a squeeze-excite, which scales channels by their own means
+            if len(gated) == 1 and all(
+                user in gated or self.steps[user] == "pool" for user in users
+            ):
+                # a squeeze-excite, which scales channels by their own means
+                node = gated[0]
                 continue
             if len(users) != 1:
                 return False
             node = users[0]
             kind = self.steps[node]
             if kind not in _TO_POOL:
-                behind_all_norms = all(self.steps[later] != "norm" for later in reached(node, self.consumers))
+                behind_all_norms = all(
+                    self.steps[later] != "norm" for later in reached(node, self.consumers)
+                )
                 return kind == "pool" or (kind == "window" and behind_all_norms)
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
-        """Whether `node` works on pooled values, one a channel, that go on to multiply other features."""
+        """Whether `node` works on pooled values, one a channel, that go on to multiply other
+        features.
+        """
         return self.is_pooled(node) and self._multiplies(node, _OUT_OF_GATE)
 
     def is_pooled(self, node: fx.Node) -> bool:
@@ -131,7 +151,8 @@ class Flow:
     def activation(self, node: fx.Node) -> nn.Module:
         """The activation module that a node calls, or a fresh one that does the same."""
         module = self.modules.get(node) or kinds.function_module(node)
-        assert module is not None  # the step is an activation
+        # the step is an activation
+        assert module is not None
         return module
 
     def is_gate(self, node: fx.Node) -> bool:
@@ -143,8 +164,12 @@ class Flow:
         return bool(values.min() >= 0 and values.max() <= 1)
 
     def _multiplies(self, node: fx.Node, through: Collection[str]) -> bool:
-        """Whether a product takes what follows `node`, not going on past steps other than `through`."""
-        seen = reached(node, lambda at: self.consumers(at) if at is node or self.steps[at] in through else [])
+        """Whether a product takes what follows `node`, not going on past steps other than
+        `through`.
+        """
+        seen = reached(
+            node, lambda at: self.consumers(at) if at is node or self.steps[at] in through else []
+        )
         return any(self.steps[later] == "product" for later in seen - {node})
 
     def _step(self, node: fx.Node) -> str:
@@ -173,7 +198,11 @@ def _call_step(node: fx.Node) -> str:
         return "metadata" if _KIND_OF.get(str(node.args[1])) == "metadata" else "call"
     if kind != "metadata" and kinds.function_module(node) is not None:
         return "activation"
-    second = node.args[1] if len(node.args) > 1 else node.kwargs.get("output_size", node.kwargs.get("dim"))
+    second = (
+        node.args[1]
+        if len(node.args) > 1
+        else node.kwargs.get("output_size", node.kwargs.get("dim"))
+    )
     if kind == "pool":
         return _pool_step(second)
     if name == "mean":
@@ -191,32 +220,50 @@ def _pool_step(output_size: Any) -> str:
 class Flows:
     """All paths through a model, and what is called, held, shared and read on them.
 
-    The model is traced in evaluation and in training or, where it cannot be, the largest parts of it that can. Only
-    parts that hold a norm asked for are traced. What fx cannot enter is a single node of the graph that calls it, and
-    has graphs of its own where it holds norms. It works on the meta device and without input; the model is left as it
-    was.
+    The model is traced in evaluation and in training or, where it cannot be, the largest parts of
+    it that can. Only parts that hold a norm asked for are traced. What fx cannot enter is a single
+    node of the graph that calls it, and has graphs of its own where it holds norms. It works on the
+    meta device and without input; the model is left as it was.
     """
 
-    def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> None:
+    def __init__(
+        self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm
+    ) -> None:
         self.is_norm = is_norm
         self.names = {module: name for name, module in model.named_modules()}
-        self.inside = {module: set(module.modules()) for module in self.names}  # what it holds, and itself
+        self.inside = {
+            module: set(module.modules()) for module in self.names
+        }  # what it holds, and itself
         self.activations = set(filter(kinds.is_activation, self.names))
-        self.failures: dict[nn.Module, str] = {}  # what could not be traced, with the reason in one line
+        self.failures: dict[
+            nn.Module, str
+            # what could not be traced, with the reason in one line
+        ] = {}
         norms = set(filter(is_norm, self.names))
         self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
-        self.traceable = {module for module in self.names if self.inside[module] & norms} - norms  # that hold norms
-        self._traces: dict[tuple[bool, nn.Module], list[Tracer]] = {}  # by whether in training, and the module
+        self.traceable = {
+            module
+            for module in self.names
+            if self.inside[module] & norms
+            # that hold norms
+        } - norms
+        self._traces: dict[
+            tuple[bool, nn.Module], list[Tracer]
+            # by whether in training, and the module
+        ] = {}
         with untouched(model):
             self._cover(model)
-        ordered = sorted(self._traces, key=lambda key: key[0])  # evaluation's first
+        # evaluation's first
+        ordered = sorted(self._traces, key=lambda key: key[0])
         self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
-        self.calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)  # of each module that is called
+        self.calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(
+            list
+        )  # of each module that is called
         for flow in self.flows:
             for node, module in flow.modules.items():
                 self.calls[module].append((flow, node))
-        # The modules whose parameters or buffers another module's code reads. Nodes without users come from those who
-        # look at a module while it is traced (`is_norm` does).
+        # The modules whose parameters or buffers another module's code reads. Nodes without users
+        # come from those who look at a module while it is traced (`is_norm` does).
         self.read = {
             flow.module.get_submodule(str(node.target).rpartition(".")[0])
             for flow in self.flows
@@ -235,7 +282,8 @@ class Flows:
                 module.train(training)
                 self._traces[training, module] = paths = traced(module, self._leaves.__contains__)
                 called += [place.target for path in paths for place in path.places.values()]
-            except Exception as error:  # anything may come out of a model's own code
+            # anything may come out of a model's own code
+            except Exception as error:
                 self.failures.setdefault(module, with_class(error).split(". ")[0])
                 called += module.children()
         for part in called:

@@ -1,4 +1,6 @@
-"""What a module or a call is: a normalization, an elementwise activation, a dropout, or something fx must not enter."""
+"""What a module or a call is: a normalization, an elementwise activation, a dropout, or something
+fx must not enter.
+"""
 
 import copy
 import inspect
@@ -19,15 +21,25 @@ _FUNCTIONS: dict[str, Any] = {name.lower(): getattr(nn, name) for name in _ACTIV
 _CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 _NORMS = (
     *(f"torch.nn.modules.{file}." for file in ("batchnorm", "instancenorm", "normalization")),
-    *(f"timm.layers.{file}." for file in ("norm", "norm_act", "evo_norm", "filter_response_norm", "inplace_abn")),
+    *(
+        f"timm.layers.{file}."
+        for file in ("norm", "norm_act", "evo_norm", "filter_response_norm", "inplace_abn")
+    ),
     "torchvision.ops.misc.FrozenBatchNorm2d",
 )
-_DROPS = ("torch.nn.modules.dropout.", "timm.layers.drop.", "torchvision.ops.drop_block.", "torchvision.ops.stochastic")
+_DROPS = (
+    "torch.nn.modules.dropout.",
+    "timm.layers.drop.",
+    "torchvision.ops.drop_block.",
+    "torchvision.ops.stochastic",
+)
 
 
 @cache
 def wrapped_functions() -> tuple[Callable[..., Any], ...]:
-    """Functions that stay one call in a graph: timm's register and functional activations, torchvision's operators."""
+    """Functions that stay one call in a graph: timm's register and functional activations,
+    torchvision's operators.
+    """
     import timm.models  # noqa: F401  importing the models fills the register
     import torchvision.ops
     from timm.layers import get_notrace_functions
@@ -38,21 +50,29 @@ def wrapped_functions() -> tuple[Callable[..., Any], ...]:
 
 @cache
 def _timm_functions() -> dict[Any, Any]:
-    """Timm's functional activations, which fx would otherwise enter, and the modules that are named as they are."""
+    """Timm's functional activations, which fx would otherwise enter, and the modules that are named
+    as they are.
+    """
     from timm.layers import activations, activations_me
 
     own: dict[str, Any] = {**vars(activations), **vars(activations_me)}
     classes = {name.lower(): value for name, value in own.items() if inspect.isclass(value)}
     named = ((function, classes.get(name.replace("_", ""))) for name, function in own.items())
-    return {function: cls for function, cls in named if inspect.isfunction(function) and cls is not None}
+    return {
+        function: cls for function, cls in named if inspect.isfunction(function) and cls is not None
+    }
 
 
 def _comes_from(module: nn.Module, homes: tuple[str, ...]) -> bool:
-    return any(f"{base.__module__}.{base.__name__}".startswith(homes) for base in type(module).__mro__)
+    return any(
+        f"{base.__module__}.{base.__name__}".startswith(homes) for base in type(module).__mro__
+    )
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether `module` is a normalization layer of torch, timm or torchvision, or of a subclass of one."""
+    """Whether `module` is a normalization layer of torch, timm or torchvision, or of a subclass of
+    one.
+    """
     return _comes_from(module, _NORMS)
 
 
@@ -62,19 +82,28 @@ def is_drop(module: nn.Module) -> bool:
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether `module` is an activation: nonlinear, and of each value by itself, in both modes and on every call.
+    """Whether `module` is an activation: nonlinear, and of each value by itself, in both modes and
+    on every call.
 
-    Whatever its class, it is tried, on a copy, so that a module that keeps something of its calls is told by it. PReLU
-    alone may have a parameter per channel.
+    Whatever its class, it is tried, on a copy, so that a module that keeps something of its calls
+    is told by it. PReLU alone may have a parameter per channel.
     """
     from timm.layers.activations import PReLU
 
     if type(module) in (nn.PReLU, PReLU):
         return True
     tensors = [*module.parameters(), *module.buffers()]
-    if isinstance(module, nn.Sequential) or is_norm(module) or type(module).__module__.startswith(_OURS):
+    if (
+        isinstance(module, nn.Sequential)
+        or is_norm(module)
+        or type(module).__module__.startswith(_OURS)
+    ):
         return False
-    if is_altered(module) or any(t.numel() != 1 for t in tensors) or not all(map(is_activation, module.children())):
+    if (
+        is_altered(module)
+        or any(t.numel() != 1 for t in tensors)
+        or not all(map(is_activation, module.children()))
+    ):
         return False
     random = torch.Generator("cpu").manual_seed(0)
     x = 3 * torch.randn(2, 3, 4, 5, generator=random, dtype=torch.float64, device="cpu")
@@ -85,32 +114,42 @@ def is_activation(module: nn.Module) -> bool:
             for tensor in probe.to_empty(device="cpu").state_dict().values():
                 tensor.fill_(0.5)
         probe = probe.to("cpu", torch.float64)
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             for mode in (True, False):
                 state = dict(vars(probe.train(mode)))
                 y, some = probe(x.clone()), probe(x.flatten()[order].view(5, 2, 3))
                 zero, back, twice = probe(0 * x), probe(-x), probe(2 * x)
                 changed = any(vars(probe)[name] is not value for name, value in state.items())
                 apart = torch.allclose(some.flatten(), y.flatten()[order], rtol=1e-9, atol=1e-12)
-                affine = torch.allclose(y + back, 2 * zero) and torch.allclose(twice - zero, 2 * (y - zero))
+                affine = torch.allclose(y + back, 2 * zero) and torch.allclose(
+                    twice - zero, 2 * (y - zero)
+                )
                 if y.shape != x.shape or changed or affine or not apart:
                     return False
-    except Exception:  # anything may come out of a module that takes something else
+    # anything may come out of a module that takes something else
+    except Exception:
         return False
     return True
 
 
 def is_altered(module: nn.Module) -> bool:
-    """Whether a call of `module` may do something else than its class says: it has hooks, or a forward of its own."""
+    """Whether a call of `module` may do something else than its class says: it has hooks, or a
+    forward of its own.
+    """
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def is_plain_affine(module: nn.Module) -> bool:
     """Whether `module` is a convolution or linear layer that uses its weight and bias as they are.
 
-    An affine map of its output then folds into them; a weight-standardized convolution would undo it, and so would
-    whatever makes the weight anew at every call (a parametrization, pruning, weight normalization). Quantized and
-    sharded weights are tensors of their own kind, which do not take new values.
+    An affine map of its output then folds into them; a weight-standardized convolution would undo
+    it, and so would whatever makes the weight anew at every call (a parametrization, pruning,
+    weight normalization). Quantized and sharded weights are tensors of their own kind, which do not
+    take new values.
     """
     from timm.layers import Conv2dSame, Linear
 
@@ -119,40 +158,66 @@ def is_plain_affine(module: nn.Module) -> bool:
         return False
     if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)) or cls in (Conv2dSame, Linear):
         return cls in (Conv2dSame, Linear)
-    base = next(base for base in cls.__mro__ if base.__module__ in (nn.Conv2d.__module__, nn.Linear.__module__))
-    own = ("forward", "_conv_forward", "weight", "bias")  # a parametrized layer has its weight as a property
+    base = next(
+        base
+        for base in cls.__mro__
+        if base.__module__ in (nn.Conv2d.__module__, nn.Linear.__module__)
+    )
+    own = (
+        "forward",
+        "_conv_forward",
+        "weight",
+        "bias",
+    )  # a parametrized layer has its weight as a property
     return all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for torch's modules."""
+    """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for
+    torch's modules.
+    """
     import timm.models  # noqa: F401  importing the models fills timm's register
     from timm.layers import get_notrace_modules
 
     home = type(module).__module__
     if home.startswith("torchvision.ops") and next(module.children(), None) is None:
-        return True  # its operators (RoIAlign, DeformConv2d, ...), but not its composites such as Conv2dNormActivation
+        # its operators (RoIAlign, DeformConv2d, ...), but not its composites such as
+        # Conv2dNormActivation
+        return True
     if home.startswith(_OURS) or is_norm(module) or is_drop(module) or is_plain_affine(module):
         return True
-    return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))  # hooks may change what passes
+    return is_altered(module) or isinstance(
+        module, tuple(get_notrace_modules())
+    )  # hooks may change what passes
 
 
 def _module_class(target: Any) -> Any:
-    """The class of the activation that a function, or a tensor's method of that name, computes; None if it is none."""
+    """The class of the activation that a function, or a tensor's method of that name, computes;
+    None if it is none.
+    """
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    home = getattr(target, "__module__", None) or "torch"  # builtins and strings have none
-    return _FUNCTIONS.get(name.replace("_", "")) if f"{home}.".startswith("torch.") else _timm_functions().get(target)
+    # builtins and strings have none
+    home = getattr(target, "__module__", None) or "torch"
+    return (
+        _FUNCTIONS.get(name.replace("_", ""))
+        if f"{home}.".startswith("torch.")
+        else _timm_functions().get(target)
+    )
 
 
 def takes_constants(target: Any) -> bool:
-    """Whether a function or method that `function_module` knows takes constants that shape the activation."""
+    """Whether a function or method that `function_module` knows takes constants that shape the
+    activation.
+    """
     cls = _module_class(target)
-    return target in _CLAMPS or (cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"})
+    return target in _CLAMPS or (
+        cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"}
+    )
 
 
 def function_module(node: fx.Node) -> nn.Module | None:
-    """A fresh module that does what a functional or method call of an activation does, never in place; None where
-    `node` is no such call, or its other arguments are no constants.
+    """A fresh module that does what a functional or method call of an activation does, never in
+    place; None where `node` is no such call, or its other arguments are no constants.
     """
     if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
         return None
@@ -165,6 +230,8 @@ def function_module(node: fx.Node) -> nn.Module | None:
         return nn.Hardtanh(float(low), float(high)) if numbers else None  # type: ignore[arg-type]
     if (cls := _module_class(node.target)) is None:
         return None
-    options = dict(zip(inspect.signature(cls).parameters, node.args[1:], strict=False)) | node.kwargs
+    options = (
+        dict(zip(inspect.signature(cls).parameters, node.args[1:], strict=False)) | node.kwargs
+    )
     options = {name: value for name, value in options.items() if name not in ("input", "inplace")}
     return None if any(isinstance(value, fx.Node) for value in options.values()) else cls(**options)

@@ -1,4 +1,6 @@
-"""Replace one call of an activation: a child that serves this call only, or the call in a block's code."""
+"""Replace one call of an activation: a child that serves this call only, or the call in a block's
+code.
+"""
 
 import ast
 import copy
@@ -19,16 +21,20 @@ class _Edit(NamedTuple):
     """A call in a method's code and the child to call instead."""
 
     method: str
-    target: Any  # the function, the name of a tensor's method, or None for a module
-    end: tuple[int, int]  # of the call: the line, counted from the method's first, and the column
+    # the function, the name of a tensor's method, or None for a module
+    target: Any
+    # of the call: the line, counted from the method's first, and the column
+    end: tuple[int, int]
     child: str
-    checksum: int  # of the method's code
-    selector: tuple[str, str] | None  # as `Activation.selector`
+    # of the method's code
+    checksum: int
+    # as `Activation.selector`
+    selector: tuple[str, str] | None
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """Put `module` in place of the child called `name`, under every name that the child goes by; return the network to
-    use, another object only if `name` is empty, for the model itself.
+    """Put `module` in place of the child called `name`, under every name that the child goes by;
+    return the network to use, another object only if `name` is empty, for the model itself.
     """
     if not name:
         return module
@@ -40,12 +46,14 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 
 
 def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: str) -> None:
-    """Put `module` in place of the activation of a site, at this site alone; after a `RewriteError` nothing is changed.
+    """Put `module` in place of the activation of a site, at this site alone; after a `RewriteError`
+    nothing is changed.
 
-    A block whose code has to change keeps its identity, attributes, children and state-dict names, and gets `module` as
-    a new child, whose name is the norm's and `suffix`. Its class becomes a subclass of the same name, in whose method
-    this one expression is replaced: all else in the method stays the code that it was. deepcopy, pickle and
-    torch.compile work as before. In an nn.Sequential the entry is replaced, in an fx.GraphModule the node.
+    A block whose code has to change keeps its identity, attributes, children and state-dict names,
+    and gets `module` as a new child, whose name is the norm's and `suffix`. Its class becomes a
+    subclass of the same name, in whose method this one expression is replaced: all else in the
+    method stays the code that it was. deepcopy, pickle and torch.compile work as before. In an
+    nn.Sequential the entry is replaced, in an fx.GraphModule the node.
     """
     act = site.activation
     assert act is not None
@@ -63,7 +71,9 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
 
 
 def rewrite_problem(model: nn.Module, act: Activation | None) -> str:
-    """Why `replace_activation` cannot replace an activation; empty if it can, or there is none. Changes nothing."""
+    """Why `replace_activation` cannot replace an activation; empty if it can, or there is none.
+    Changes nothing.
+    """
     try:
         if act is not None and act.kind == "call":
             _changes(model.get_submodule(act.owner), act, "_retrofit_probe", nn.Identity())
@@ -73,13 +83,19 @@ def rewrite_problem(model: nn.Module, act: Activation | None) -> str:
 
 
 def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -> dict[str, Any]:
-    """The attributes to set in a block: an entry of a sequence, or a child and the graphs or the class that call it."""
+    """The attributes to set in a block: an entry of a sequence, or a child and the graphs or the
+    class that call it.
+    """
     assert act.place is not None
     _, target, code, at = act.place
     if isinstance(at, str) and code is not None:
         return {at: module}
     if hasattr(block, child):
-        raise RewriteError(f"{type(block).__name__} {act.owner} already has an attribute {child}".replace("  ", " "))
+        raise RewriteError(
+            f"{type(block).__name__} {act.owner} already has an attribute {child}".replace(
+                "  ", " "
+            )
+        )
     if code is None or isinstance(at, str):
         return {child: module, **_rewired(block, str(at), child)}
     method, label = code.co_name, code.co_qualname
@@ -87,11 +103,18 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
     function = None if isinstance(target, nn.Module) else target
-    end, checksum = (at[0] - code.co_firstlineno, at[1]), zlib.crc32(getattr(functions[0], "__code__", code).co_code)
+    end, checksum = (
+        (at[0] - code.co_firstlineno, at[1]),
+        zlib.crc32(getattr(functions[0], "__code__", code).co_code),
+    )
     if method in vars(block):
-        raise RewriteError(f"{act.owner or 'the model'} has a {method} of its own, set on the instance")
+        raise RewriteError(
+            f"{act.owner or 'the model'} has a {method} of its own, set on the instance"
+        )
     if code not in [getattr(function, "__code__", None) for function in functions]:
-        raise RewriteError(f"the call stands in {label}, which is no method of {base.__name__}, or decorated")
+        raise RewriteError(
+            f"the call stands in {label}, which is no method of {base.__name__}, or decorated"
+        )
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewriteError(f"{base.__name__} defines its own pickling")
     if any((edit.method, edit.end, edit.selector) == (method, end, act.selector) for edit in edits):
@@ -101,13 +124,20 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
 
 
 def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
-    """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds them."""
-    modes = ("train_graph", "eval_graph")  # of torchvision's feature extractors
-    own = [attribute for attribute in modes if isinstance(getattr(block, attribute, None), fx.Graph)]
+    """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds
+    them.
+    """
+    # of torchvision's feature extractors
+    modes = ("train_graph", "eval_graph")
+    own = [
+        attribute for attribute in modes if isinstance(getattr(block, attribute, None), fx.Graph)
+    ]
     graphs = {attribute: copy.deepcopy(getattr(block, attribute)) for attribute in own or ["graph"]}
     nodes = [node for graph in graphs.values() for node in graph.nodes if node.name == name]
     if not nodes:
-        raise RewriteError(f"the graph of {type(block).__name__} has no call {name}, or it is replaced already")
+        raise RewriteError(
+            f"the graph of {type(block).__name__} has no call {name}, or it is replaced already"
+        )
     for node in nodes:
         value = node.args[0] if node.args else node.kwargs["input"]
         with node.graph.inserting_before(node):
@@ -120,16 +150,23 @@ def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
 
 @functools.lru_cache(maxsize=512)
 def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
-    """The subclass of `base` with some calls replaced: one for equal blocks, which torch.compile then compiles once."""
+    """The subclass of `base` with some calls replaced: one for equal blocks, which torch.compile
+    then compiles once.
+    """
     namespace: dict[str, Any] = {
         **{name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")},
         "_retrofit_edits": (base, edits),
-        # whether a function that the block holds in an attribute is still the one that a child was put in place of
-        "_retrofit_calls": lambda _, child, function: any((e.child, e.target) == (child, function) for e in edits),
+        # whether a function that the block holds in an attribute is still the one that a child was
+        # put in place of
+        "_retrofit_calls": lambda _, child, function: any(
+            (e.child, e.target) == (child, function) for e in edits
+        ),
         "__reduce_ex__": lambda self, _: (_rebuild, self._retrofit_edits, self.__getstate__()),
     }
     for method in {edit.method for edit in edits}:
-        namespace[method] = _rewritten_method(base, method, [edit for edit in edits if edit.method == method])
+        namespace[method] = _rewritten_method(
+            base, method, [edit for edit in edits if edit.method == method]
+        )
     return cast(type[nn.Module], type(base)(base.__name__, (base,), namespace))
 
 
@@ -151,14 +188,17 @@ def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) ->
     assert new is not None
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in new.co_freevars)
-    rewritten = FunctionType(new, function.__globals__, function.__name__, function.__defaults__, closure)
+    rewritten = FunctionType(
+        new, function.__globals__, function.__name__, function.__defaults__, closure
+    )
     rewritten.__kwdefaults__ = function.__kwdefaults__
     return cast(FunctionType, functools.update_wrapper(rewritten, function))
 
 
 class _Replacement(ast.NodeTransformer):
-    """Makes calls in the code calls of children with the same input. The calls' other arguments must be constants.
-    Where only a run of the code tells whether it is this call, the child is called on a condition, else the call stays.
+    """Makes calls in the code calls of children with the same input. The calls' other arguments
+    must be constants. Where only a run of the code tells whether it is this call, the child is
+    called on a condition, else the call stays.
     """
 
     def __init__(self, edits: list[_Edit], code: CodeType, names: dict[str, Any]) -> None:
@@ -172,13 +212,20 @@ class _Replacement(ast.NodeTransformer):
         end = (node.end_lineno or 0) - self.first, node.end_col_offset
         new: ast.expr = node
         for edit in [edit for edit in self.left if edit.end == end]:
-            child, condition = self._call(edit.child, self._input(edit, node)), self._condition(edit, node.func)
-            new = ast.copy_location(child if condition is None else ast.IfExp(condition, child, new), node)
+            child, condition = (
+                self._call(edit.child, self._input(edit, node)),
+                self._condition(edit, node.func),
+            )
+            new = ast.copy_location(
+                child if condition is None else ast.IfExp(condition, child, new), node
+            )
         self.left = [edit for edit in self.left if edit.end != end]
         return new
 
     def _call(self, attribute: str, *arguments: ast.expr) -> ast.Call:
-        return ast.Call(ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()), [*arguments], [])
+        return ast.Call(
+            ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()), [*arguments], []
+        )
 
     def _input(self, edit: _Edit, node: ast.Call) -> ast.expr:
         named = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -197,7 +244,9 @@ class _Replacement(ast.NodeTransformer):
         return copy.deepcopy(value)
 
     def _condition(self, edit: _Edit, function: ast.expr) -> ast.expr | None:
-        """What must hold for the child to be called: that the input is of its norm, or the function the one it was."""
+        """What must hold for the child to be called: that the input is of its norm, or the function
+        the one it was.
+        """
         if edit.selector:
             expression, norm = edit.selector
             there = ast.parse(expression, mode="eval").body
@@ -211,7 +260,9 @@ class _Replacement(ast.NodeTransformer):
             if root == self.own:
                 held = self._call("_retrofit_calls", ast.Constant(edit.child), function)
                 return None if edit.target is None else held
-            named = functools.reduce(lambda holder, name: getattr(holder, name, None), path, self.names.get(root))
+            named = functools.reduce(
+                lambda holder, name: getattr(holder, name, None), path, self.names.get(root)
+            )
             if edit.target is not None and named is edit.target:
                 return None
         raise RewriteError(f"{self.label} does not name what it calls")

@@ -1,4 +1,6 @@
-"""Where the norms are, at the level of calls: which activation follows each, and what is left and why."""
+"""Where the norms are, at the level of calls: which activation follows each, and what is left and
+why.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -17,15 +19,22 @@ from retrofit.graph.trace import Place, callee
 class Activation:
     """The activation that directly follows a norm."""
 
-    # "fused": the norm's own `.act`; "module": a child that is called at this place only, and may be replaced; "call":
-    # one of several calls of a module, or a functional call, for which the block's code has to be rewritten
+    # "fused": the norm's own `.act`; "module": a child that is called at this place only, and may
+    # be replaced; "call": one of several calls of a module, or a functional call, for which the
+    # block's code has to be rewritten
     kind: Literal["fused", "module", "call"]
-    name: str  # dotted name of the module; for calls followed by `#` and the number of the call
-    module: nn.Module = field(compare=False, repr=False)  # for functional calls a fresh one, not in place
-    owner: str = ""  # dotted name of the block that makes the call
-    place: Place | None = field(default=None, repr=False)  # where the block makes it; None for "fused"
-    # For one of several norms that the call follows, as in a loop: the expression that is the norm there, and its name
-    # in the block
+    # dotted name of the module; for calls followed by `#` and the number of the call
+    name: str
+    module: nn.Module = field(
+        compare=False, repr=False
+    )  # for functional calls a fresh one, not in place
+    # dotted name of the block that makes the call
+    owner: str = ""
+    place: Place | None = field(
+        default=None, repr=False
+    )  # where the block makes it; None for "fused"
+    # For one of several norms that the call follows, as in a loop: the expression that is the norm
+    # there, and its name in the block
     selector: tuple[str, str] | None = None
 
     @property
@@ -38,18 +47,32 @@ class Activation:
 class Site:
     """One place in the model's code that calls a norm."""
 
-    norm: str  # its dotted name
-    owner_type: str  # class name of the module whose code makes the call
-    place: int  # which of the places that call the norm it is
-    places: int  # how many there are
-    activation: Activation | None  # the one that directly follows on every call
-    reason: str  # why there is none
-    last_before_pool: bool  # whether the activation (the norm, if none) is the last before the final mean pooling
-    in_squeeze_excite: bool  # whether the norm works on pooled values that go on to multiply other features
+    # its dotted name
+    norm: str
+    # class name of the module whose code makes the call
+    owner_type: str
+    # which of the places that call the norm it is
+    place: int
+    # how many there are
+    places: int
+    # the one that directly follows on every call
+    activation: Activation | None
+    # why there is none
+    reason: str
+    last_before_pool: (
+        # whether the activation (the norm, if none) is the last before the final mean pooling
+        bool
+    )
+    in_squeeze_excite: (
+        # whether the norm works on pooled values that go on to multiply other features
+        bool
+    )
 
 
 class UnmatchedActivation(NamedTuple):
-    """An activation that directly follows none of the norms asked for, and why; `name` and `type` as `Activation`'s."""
+    """An activation that directly follows none of the norms asked for, and why; `name` and `type`
+    as `Activation`'s.
+    """
 
     name: str
     type: str
@@ -62,12 +85,14 @@ class Sites:
 
     sites: list[Site]
     unmatched: list[UnmatchedActivation]
-    uncovered: dict[str, str]  # names of the norms that no trace shows, with the reason
+    # names of the norms that no trace shows, with the reason
+    uncovered: dict[str, str]
 
 
 def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> Sites:
-    """Find every call of the norms asked for, and which activation follows. The model is traced in evaluation and in
-    training, on every path through its code, and not changed; what a site says holds on all of them.
+    """Find every call of the norms asked for, and which activation follows. The model is traced in
+    evaluation and in training, on every path through its code, and not changed; what a site says
+    holds on all of them.
     """
     search = _Search(model, is_norm)
     sites = {place: search.site(place) for place in search.norms if is_norm(place.target)}
@@ -76,12 +101,18 @@ def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is
     return Sites(
         sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.place)),
         unmatched=list(search.unmatched(sites)),
-        uncovered={n: search.why_unseen(m) for m, n in search.names.items() if is_norm(m) and m not in covered},
+        uncovered={
+            n: search.why_unseen(m)
+            for m, n in search.names.items()
+            if is_norm(m) and m not in covered
+        },
     )
 
 
 class _Search(Flows):
-    """The search: by place, the steps (each a path and a node) that call a norm, asked for or not, or an activation."""
+    """The search: by place, the steps (each a path and a node) that call a norm, asked for or not,
+    or an activation.
+    """
 
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
         super().__init__(model, is_norm)
@@ -91,7 +122,9 @@ class _Search(Flows):
             for node, place in flow.places.items():
                 if (kind := flow.steps[node]) in ("norm", "activation"):
                     (self.norms if kind == "norm" else self.acts)[place].append((flow, node))
-        self.places = Counter(place.target for place in (*self.norms, *self.acts))  # how many call each
+        self.places = Counter(
+            place.target for place in (*self.norms, *self.acts)
+        )  # how many call each
 
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
@@ -104,7 +137,10 @@ class _Search(Flows):
         elif fused in self.activations:
             act = Activation("fused", f"{name}.act".lstrip("."), fused)
         else:
-            reason, ends = f"its own activation, {type(fused).__name__}, is not known to be elementwise", []
+            reason, ends = (
+                f"its own activation, {type(fused).__name__}, is not known to be elementwise",
+                [],
+            )
         return Site(
             norm=name,
             owner_type=type(place.owner).__name__,
@@ -130,31 +166,58 @@ class _Search(Flows):
             if selector is None:
                 return None, "the call of its activation follows other layers too"
         flow, node = self.acts[place][0]
-        kind: Literal["module", "call"] = "module" if selector is None and self._is_own(place.target) else "call"
-        return Activation(kind, self._name(place), flow.activation(node), self.names[place.owner], place, selector), ""
+        kind: Literal["module", "call"] = (
+            "module" if selector is None and self._is_own(place.target) else "call"
+        )
+        return Activation(
+            kind, self._name(place), flow.activation(node), self.names[place.owner], place, selector
+        ), ""
 
     def _follower(self, flow: Flow, node: fx.Node) -> tuple[Place | None, str]:
         users = flow.after(node)
         if len(users) != 1:
-            return None, f"output used {len(users)} times: {', '.join(map(flow.describe, users))}".rstrip(": ")
+            return (
+                None,
+                f"output used {len(users)} times: {', '.join(map(flow.describe, users))}".rstrip(
+                    ": "
+                ),
+            )
         kind, said = flow.steps[users[0]], flow.describe(users[0])
         if kind == "output":
-            return None, f"output of {flow.name}, which is traced on its own" if flow.name else "model output"
+            return (
+                None,
+                f"output of {flow.name}, which is traced on its own"
+                if flow.name
+                else "model output",
+            )
         if kind == "activation" and flow.before(users[0]) is node:
-            return (None, f"feeds a gate: {said}") if flow.is_gate(users[0]) else (flow.places[users[0]], "")
+            return (
+                (None, f"feeds a gate: {said}")
+                if flow.is_gate(users[0])
+                else (flow.places[users[0]], "")
+            )
         return None, "residual addition" if kind == "addition" else f"feeds {said}"
 
     def _selector(self, norm: Place, activation: Place) -> tuple[str, str] | None:
-        """What tells which norm it is where an activation of several norms is called: the expression that is called in
-        the norm's place, and the norm's name. None if the expression is not the norm before on every call.
+        """What tells which norm it is where an activation of several norms is called: the
+        expression that is called in the norm's place, and the norm's name. None if the expression
+        is not the norm before on every call.
         """
         name = {module: name for name, module in activation.owner.named_modules()}.get(norm.target)
-        if name is None or norm.code is None or norm.code != activation.code or isinstance(norm.at, str):
+        if (
+            name is None
+            or norm.code is None
+            or norm.code != activation.code
+            or isinstance(norm.at, str)
+        ):
             return None
         expression = callee(norm.code, norm.at)
         before: list[Any] = [_norm_before(*step) for step in self.acts[activation]]
-        with suppress(Exception):  # such as no norm before, or a name that is not bound there
-            called = [eval(expression, *flow.variables[node]) for flow, node in self.acts[activation]]
+        # such as no norm before, or a name that is not bound there
+        with suppress(Exception):
+            called = [
+                eval(expression, *flow.variables[node]) for flow, node in self.acts[activation]
+            ]
             if all(one is place.target for one, place in zip(called, before, strict=True)):
                 return expression, name
         return None
@@ -165,7 +228,9 @@ class _Search(Flows):
             return self.names[target]
         name = f"{self.names[owner]}.{call_name(self.acts[place][0][1])}".lstrip(".")
         others = [other for other in self.acts if (other.owner, other.target) == (owner, target)]
-        return f"{self.names[target] if isinstance(target, nn.Module) else name}#{others.index(place)}"
+        return (
+            f"{self.names[target] if isinstance(target, nn.Module) else name}#{others.index(place)}"
+        )
 
     def _is_own(self, target: Any) -> bool:
         """Whether a target is a module, and called at one place only."""
@@ -174,17 +239,23 @@ class _Search(Flows):
         return not any(target in failed._modules.values() for failed in self.failures)
 
     def unmatched(self, sites: dict[Place, Site]) -> Iterator[UnmatchedActivation]:
-        """The activations that no site claims: on traces, inside norms that were not asked for, and never seen."""
+        """The activations that no site claims: on traces, inside norms that were not asked for, and
+        never seen.
+        """
         claimed = {site.activation.place for site in sites.values() if site.activation is not None}
         for place, steps in self.acts.items():
             if place not in claimed:
                 flow, node = steps[0]
                 kind = type(flow.activation(node)).__name__
-                yield UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))
+                yield UnmatchedActivation(
+                    self._name(place), kind, self._why_unmatched(flow, node, sites)
+                )
         norms = set(filter(kinds.is_norm, self.names))
         parts = {child for module in norms | self.activations for child in module.children()}
         for module, name in self.names.items():
-            fused = _fused_activation(module) if module in norms and not self.is_norm(module) else None
+            fused = (
+                _fused_activation(module) if module in norms and not self.is_norm(module) else None
+            )
             if fused is not None:
                 reason = f"its norm, {type(module).__name__}, is not one of those asked for"
                 yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)

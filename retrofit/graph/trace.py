@@ -1,4 +1,6 @@
-"""Symbolic tracing of one module: the place of every call, on every path, and the source of the code that makes it."""
+"""Symbolic tracing of one module: the place of every call, on every path, and the source of the
+code that makes it.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,48 @@ from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
 from retrofit.utils.running import modes_kept
 
-_ANNOTATIONS = annotations.compiler_flag  # `from __future__ import annotations` in an earlier cell of a notebook
+_ANNOTATIONS = (
+    annotations.compiler_flag
+)  # `from __future__ import annotations` in an earlier cell of a notebook
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_CONDITIONS = 6  # on one path, of which a block then has 64 at most
-_SIZES = (64, 63)  # stand for a value that the code under trace turns into a number
-_MACHINERY = ("torch.fx.", "torch.overrides", "torch.nn.functional", "torch.nn.modules.module", "torch._", __name__)
+# on one path, of which a block then has 64 at most
+_CONDITIONS = 6
+# stand for a value that the code under trace turns into a number
+_SIZES = (64, 63)
+_MACHINERY = (
+    "torch.fx.",
+    "torch.overrides",
+    "torch.nn.functional",
+    "torch.nn.modules.module",
+    "torch._",
+    __name__,
+)
 
 
 class Place(NamedTuple):
     """A call's place in the code."""
 
-    owner: nn.Module  # whose method makes the call
-    target: Any  # the called module, function, or name of a tensor's method
-    code: CodeType | None  # the function that makes the call; None in an fx.GraphModule, whose code follows its graph
-    at: tuple[int, int] | str  # where in it the call ends; the name of a Sequential's entry, or of a graph's node
+    # whose method makes the call
+    owner: nn.Module
+    # the called module, function, or name of a tensor's method
+    target: Any
+    code: (
+        CodeType | None
+    )  # the function that makes the call; None in an fx.GraphModule, whose code follows its graph
+    at: (
+        tuple[int, int] | str
+    )  # where in it the call ends; the name of a Sequential's entry, or of a graph's node
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore every module's attributes on leaving, whatever a trace set: training flags, caches, constants."""
+    """Restore every module's attributes on leaving, whatever a trace set: training flags, caches,
+    constants.
+    """
     saved = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
-        with modes_kept(model):  # by `train`, which may do more than set attributes
+        # by `train`, which may do more than set attributes
+        with modes_kept(model):
             yield
     finally:
         for module, attributes in saved:
@@ -62,21 +84,33 @@ class _Value(fx.Proxy):
 
 
 class Tracer(fx.Tracer):
-    """fx's tracer with timm's leaves, buffers as nodes, defaults for optional arguments, and no hooks run. `decisions`
-    are the outcomes of the first conditions on values that the code under trace meets.
+    """fx's tracer with timm's leaves, buffers as nodes, defaults for optional arguments, and no
+    hooks run. `decisions` are the outcomes of the first conditions on values that the code under
+    trace meets.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, is_leaf: Callable[[nn.Module], bool], decisions: tuple[bool, ...] = ()) -> None:
+    def __init__(
+        self, is_leaf: Callable[[nn.Module], bool], decisions: tuple[bool, ...] = ()
+    ) -> None:
         super().__init__(autowrap_functions=kinds.wrapped_functions())
         self.is_leaf, self.decisions = is_leaf, decisions
-        self.places: dict[fx.Node, Place] = {}  # of every call of a module or an activation
-        # Globals of the function that makes such a call, and its locals that are no values under trace
+        # of every call of a module or an activation
+        self.places: dict[fx.Node, Place] = {}
+        # Globals of the function that makes such a call, and its locals that are no values under
+        # trace
         self.variables: dict[fx.Node, tuple[dict[str, Any], dict[str, Any]]] = {}
-        self.conditions = 0  # on values, met so far
-        self.others: list[tuple[bool, ...]] = []  # the decisions that lead to the paths that branch off this one
-        self.size: int | None = None  # what values are that the code turned into numbers, if there are any
+        # on values, met so far
+        self.conditions = 0
+        self.others: list[
+            tuple[bool, ...]
+            # the decisions that lead to the paths that branch off this one
+        ] = []
+        self.size: int | None = (
+            # what values are that the code turned into numbers, if there are any
+            None
+        )
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
@@ -93,51 +127,77 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self.is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
 
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        return super().call_module(m, m.forward, args, kwargs)  # without its hooks, which expect tensors
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        return super().call_module(
+            m, m.forward, args, kwargs
+        )  # without its hooks, which expect tensors
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Node:
-        """Create a node and note its place: where the code under trace, not fx or torch, makes the call."""
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any
+    ) -> fx.Node:
+        """Create a node and note its place: where the code under trace, not fx or torch, makes the
+        call.
+        """
         node = super().create_node(kind, target, args, kwargs, *rest, **options)
         if kind == "call_module":
             target = self.root.get_submodule(target)
         elif kinds.function_module(node) is None:
             return node
-        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]  # the innermost first
+        frames = [
+            frame for frame, _ in traceback.walk_stack(sys._getframe())
+        ]  # the innermost first
         callers = [f for f in frames if not f.f_globals.get("__name__", "").startswith(_MACHINERY)]
         caller, code = callers[0], callers[0].f_code
-        firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in callers if frame.f_code.co_argcount)
+        firsts = (
+            frame.f_locals.get(frame.f_code.co_varnames[0])
+            for frame in callers
+            if frame.f_code.co_argcount
+        )
         owner = next(first for first in firsts if isinstance(first, nn.Module))
         if isinstance(owner, fx.GraphModule):
             after = (step for step in dis.get_instructions(code) if step.offset > caller.f_lasti)
             name = next(step.argval for step in after if step.opname == "STORE_FAST")
             self.places[node] = Place(owner, target, None, name)
-        elif code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
+        elif (
+            code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward
+        ):
             entries = [name for name, entry in owner._modules.items() if entry is target]
-            before = sum((place.owner, place.target) == (owner, target) for place in self.places.values())
+            before = sum(
+                (place.owner, place.target) == (owner, target) for place in self.places.values()
+            )
             self.places[node] = Place(owner, target, code, entries[before % len(entries)])
         else:
             _, line, _, column = next(islice(code.co_positions(), caller.f_lasti // 2, None))
             self.places[node] = Place(owner, target, code, (line or 0, column or 0))
-        constants = {name: value for name, value in caller.f_locals.items() if not isinstance(value, fx.Proxy)}
+        constants = {
+            name: value
+            for name, value in caller.f_locals.items()
+            if not isinstance(value, fx.Proxy)
+        }
         self.variables[node] = caller.f_globals, constants
         return node
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        # placeholders for the required arguments; optional ones take their default and variadic ones are empty
+        # placeholders for the required arguments; optional ones take their default and variadic
+        # ones are empty
         signature = inspect.signature(root_fn)
         bound = signature.bind_partial(self.root)
         for parameter in list(signature.parameters.values())[1:]:
             if parameter.default is parameter.empty and parameter.kind not in VARIADIC:
-                bound.arguments[parameter.name] = self.create_proxy("placeholder", parameter.name, (), {})
+                bound.arguments[parameter.name] = self.create_proxy(
+                    "placeholder", parameter.name, (), {}
+                )
         return functools.partial(root_fn, **bound.kwargs), list(bound.args)
 
 
 def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Tracer]:
-    """Trace a module in its mode, on every path that its conditions on values allow. What its code raises under trace
-    is raised, unless the code itself raises it (`raise`, `assert`) on some paths alone.
+    """Trace a module in its mode, on every path that its conditions on values allow. What its code
+    raises under trace is raised, unless the code itself raises it (`raise`, `assert`) on some paths
+    alone.
     """
     paths: list[Tracer] = []
     refusals: list[Exception] = []
@@ -145,7 +205,9 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Trac
     while pending:
         tracer = Tracer(is_leaf, pending.pop())
         try:
-            with warnings.catch_warnings(action="ignore"):  # code under trace warns about proxies, not about the model
+            with warnings.catch_warnings(
+                action="ignore"
+            ):  # code under trace warns about proxies, not about the model
                 tracer.trace(module)
         except Exception as error:
             if not tracer.conditions or not _is_refusal(error):
@@ -173,8 +235,9 @@ class RewriteError(RetrofitError):
 
 
 def file_tree(code: CodeType) -> ast.Module:
-    """Parse the file that holds a function, on whose imports, classes and closures the function's code depends. A
-    `RewriteError` says that there is no source, or that compiling it does not give the very code that runs.
+    """Parse the file that holds a function, on whose imports, classes and closures the function's
+    code depends. A `RewriteError` says that there is no source, or that compiling it does not give
+    the very code that runs.
     """
     try:
         source = "".join(inspect.findsource(code)[0])
@@ -182,7 +245,9 @@ def file_tree(code: CodeType) -> ast.Module:
     except (OSError, TypeError, SyntaxError):
         raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
     if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
-        raise RewriteError(f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed")
+        raise RewriteError(
+            f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed"
+        )
     return ast.parse(source)
 
 
@@ -221,7 +286,9 @@ def methods_of(cls: type) -> Iterator[FunctionType]:
 
 
 def callee(code: CodeType, end: tuple[int, int]) -> str:
-    """The expression that is called where a call in a function ends; empty if it has effects, or there is no source."""
+    """The expression that is called where a call in a function ends; empty if it has effects, or
+    there is no source.
+    """
     harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
     with contextlib.suppress(RewriteError):
         for call in ast.walk(file_tree(code)):

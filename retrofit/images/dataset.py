@@ -1,8 +1,10 @@
-"""Labelled images: a folder or tar with a folder per class, scikit-learn's digits, or one of timm's named datasets.
+"""Labelled images: a folder or tar with a folder per class, scikit-learn's digits, or one of timm's
+named datasets.
 
-timm's own dataset puts the next image in place of one that it cannot read and drops images of classes that the class
-map lacks, with a log line at most. A measured accuracy would then be that of other images than the user thinks, so here
-an unreadable image is marked, and a missing class is an error.
+timm's own dataset puts the next image in place of one that it cannot read and drops images of
+classes that the class map lacks, with a log line at most. A measured accuracy would then be that of
+other images than the user thinks, so here an unreadable image is marked, and a missing class is an
+error.
 """
 
 import os
@@ -28,23 +30,29 @@ from retrofit.utils.text import one_line, plural, shortlist, shown
 FileName = str | os.PathLike[str]
 Matched = Literal["class map", "labels", "order"]
 
-_TRAIN_NAMES = ("train", "training")  # of one part, to timm
+# of one part, to timm
+_TRAIN_NAMES = ("train", "training")
 TO_VALIDATE = ("val", "valid", "validation", "eval", "evaluation")
 _PARTS = (*_TRAIN_NAMES, *TO_VALIDATE, "test", "testing")
-_FOLDERS = ("", "torch/folder", "torch/image_folder")  # datasets whose parts are sub-folders
-# torchvision checks the names of these itself; of all others it gives the test images for any word but "train".
+# datasets whose parts are sub-folders
+_FOLDERS = ("", "torch/folder", "torch/image_folder")
+# torchvision checks the names of these itself; of all others it gives the test images for any word
+# but "train".
 _OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
-    """The images of a reader, ours or timm's (file or image, and class, by number), in PIL mode "RGB" or "L".
+    """The images of a reader, ours or timm's (file or image, and class, by number), in PIL mode
+    "RGB" or "L".
 
-    An image that cannot be read or decoded comes as a blank one, which keeps its batch whole, with the target
-    -1 - index; `unreadable` turns such a target back into a file name.
+    An image that cannot be read or decoded comes as a blank one, which keeps its batch whole, with
+    the target -1 - index; `unreadable` turns such a target back into a file name.
     """
 
-    transform: Callable[[Image.Image], Any]  # timm's create_loader sets it
-    target_transform: Callable[[int], int] | None = None  # as torchvision's datasets have it
+    # timm's create_loader sets it
+    transform: Callable[[Image.Image], Any]
+    # as torchvision's datasets have it
+    target_transform: Callable[[int], int] | None = None
 
     def __init__(self, reader: Any, mode: str) -> None:
         self._reader = reader
@@ -58,9 +66,12 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
             file, target = self._reader[index][:2]
             with file, file if isinstance(file, Image.Image) else Image.open(file) as image:
                 pixels = _in_8_bits(image).convert(self._mode)
-        except Exception:  # Pillow's decoders raise almost anything on a damaged file
+        # Pillow's decoders raise almost anything on a damaged file
+        except Exception:
             return self.transform(Image.new(self._mode, (256, 256))), -1 - index
-        return self.transform(pixels), int(target if self.target_transform is None else self.target_transform(target))
+        return self.transform(pixels), int(
+            target if self.target_transform is None else self.target_transform(target)
+        )
 
     def unreadable(self, target: int) -> str:
         """Return the name of the file behind a negative target."""
@@ -68,16 +79,21 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16 bits a pixel to 8, which Pillow would cut off at 255; raise ValueError if the range is unknown."""
+    """Scale 16 bits a pixel to 8, which Pillow would cut off at 255; raise ValueError if the range
+    is unknown.
+    """
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+        return Image.fromarray(
+            ((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8)
+        )
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range")
     return image
 
 
 def _digits(training: bool) -> list[tuple[Image.Image, int]]:
-    """Return scikit-learn's 1,797 digits of 8 x 8 pixels (UCI's optical digits), which need no download.
+    """Return scikit-learn's 1,797 digits of 8 x 8 pixels (UCI's optical digits), which need no
+    download.
 
     A fifth of each class, always the same 360 images, is held out for validation.
     """
@@ -88,26 +104,44 @@ def _digits(training: bool) -> list[tuple[Image.Image, int]]:
     parts = train_test_split(images, targets, test_size=0.2, random_state=0, stratify=targets)
     pixels, targets = parts[0 if training else 1], parts[2 if training else 3]
     pixels = (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-    return [(Image.fromarray(image), int(target)) for image, target in zip(pixels, targets, strict=True)]
+    return [
+        (Image.fromarray(image), int(target)) for image, target in zip(pixels, targets, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
 class ImageData:
     """Labelled images, and what is known about their classes; None is unknown."""
 
-    images: Any  # a dataset for timm's `create_loader`, still without a transform
-    classes: int | None = None  # how many the data has
-    outputs: int | None = None  # how many a model needs for the targets
-    matched: Matched = "order"  # what gave the classes their outputs: a class map, the model's own labels, their order
-    names: tuple[str, ...] | None = None  # of the data's classes by target, or with a class map the map's
-    notes: tuple[str, ...] = ()  # sentences for the user
+    # a dataset for timm's `create_loader`, still without a transform
+    images: Any
+    # how many the data has
+    classes: int | None = None
+    # how many a model needs for the targets
+    outputs: int | None = None
+    # what gave the classes their outputs: a class map, the model's own labels, their order
+    matched: Matched = "order"
+    names: tuple[str, ...] | None = (
+        # of the data's classes by target, or with a class map the map's
+        None
+    )
+    # sentences for the user
+    notes: tuple[str, ...] = ()
 
     def contradicts(self, labels: Sequence[str] | None) -> bool:
-        """Whether classes were matched to outputs by order alone, and a model's `labels` are other names."""
-        return self.matched == "order" and None not in (labels, self.names) and tuple(labels or ()) != self.names
+        """Whether classes were matched to outputs by order alone, and a model's `labels` are other
+        names.
+        """
+        return (
+            self.matched == "order"
+            and None not in (labels, self.names)
+            and tuple(labels or ()) != self.names
+        )
 
     def doubt(self, outputs: int | None, labels: Sequence[str] | None) -> str:
-        """Say why the data's classes, in their order, may not be a model's outputs; empty if they may."""
+        """Say why the data's classes, in their order, may not be a model's outputs; empty if they
+        may.
+        """
         if self.matched != "order" or self.classes is None:
             return ""
         if self.classes != outputs:
@@ -118,8 +152,12 @@ class ImageData:
             return ""
         return f"{problem}: the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
 
-    def mapped(self, class_map: FileName | None = None, labels: Sequence[str] | None = None) -> "ImageData":
-        """Return the data with targets by a class map, or by labels if these hold every class, as for `open_images`."""
+    def mapped(
+        self, class_map: FileName | None = None, labels: Sequence[str] | None = None
+    ) -> "ImageData":
+        """Return the data with targets by a class map, or by labels if these hold every class, as
+        for `open_images`.
+        """
         if self.names is None:
             return self
         matched: Matched
@@ -128,9 +166,15 @@ class ImageData:
             names = tuple(sorted(outputs, key=outputs.__getitem__))
             if lacking := [name for name in self.names if name not in outputs]:
                 what = f"{len(lacking)} of the data's {plural(len(self.names), 'class')} are not in {class_map}"
-                raise RetrofitError(f"{what} ({shortlist(lacking)}); use the class map that names the data's folders")
+                raise RetrofitError(
+                    f"{what} ({shortlist(lacking)}); use the class map that names the data's folders"
+                )
         elif labels and set(self.names) <= set(labels):
-            outputs, matched, names = {name: list(labels).index(name) for name in self.names}, "labels", self.names
+            outputs, matched, names = (
+                {name: list(labels).index(name) for name in self.names},
+                "labels",
+                self.names,
+            )
         else:
             return self
         targets = [outputs[name] for name in self.names]
@@ -143,14 +187,17 @@ def _part_folder(data_dir: FileName, split: str) -> Path | None:
     if split == ".":
         return Path(data_dir)
     names = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
-    return next((Path(data_dir) / name for name in (split, *names) if (Path(data_dir) / name).is_dir()), None)
+    return next(
+        (Path(data_dir) / name for name in (split, *names) if (Path(data_dir) / name).is_dir()),
+        None,
+    )
 
 
 def has_part(data_dir: FileName | None, dataset: str, split: str) -> bool:
     """Whether the data has a part of that name, "." being all of a folder or tar.
 
-    Folders have it as a sub-folder, tars have none. The digits, and torchvision's datasets, have parts of the usual
-    names; other datasets check the name when they are opened.
+    Folders have it as a sub-folder, tars have none. The digits, and torchvision's datasets, have
+    parts of the usual names; other datasets check the name when they are opened.
     """
     dataset = dataset.lower()
     if dataset in _FOLDERS and data_dir is not None:
@@ -161,10 +208,16 @@ def has_part(data_dir: FileName | None, dataset: str, split: str) -> bool:
 
 
 def parts_in(data_dir: FileName | None) -> list[str]:
-    """Return the sub-folders of a folder that hold folders and are called as parts of data usually are."""
+    """Return the sub-folders of a folder that hold folders and are called as parts of data usually
+    are.
+    """
     if data_dir is None or not Path(data_dir).is_dir():
         return []
-    parts = [folder for folder in Path(data_dir).iterdir() if folder.name.lower() in _PARTS and folder.is_dir()]
+    parts = [
+        folder
+        for folder in Path(data_dir).iterdir()
+        if folder.name.lower() in _PARTS and folder.is_dir()
+    ]
     return sorted(part.name for part in parts if any(entry.is_dir() for entry in part.iterdir()))
 
 
@@ -177,17 +230,21 @@ def open_images(
     labels: Sequence[str] | None = None,
     channels: int = 3,
 ) -> ImageData:
-    """Open labelled images: of a folder or .tar, of a dataset that timm names ("torch/cifar10", ...), or the "digits".
+    """Open labelled images: of a folder or .tar, of a dataset that timm names ("torch/cifar10",
+    ...), or the "digits".
 
-    `split` is a part: of a folder a sub-folder, or "." for all of it; a folder without parts needs none. `class_map` is
-    a file with one class name a line, in the order of the model's outputs (or timm's .pkl of a dict); `labels`, the
-    model's own class names, stand in for it if every class of the data is among them.
+    `split` is a part: of a folder a sub-folder, or "." for all of it; a folder without parts needs
+    none. `class_map` is a file with one class name a line, in the order of the model's outputs (or
+    timm's .pkl of a dict); `labels`, the model's own class names, stand in for it if every class of
+    the data is among them.
     """
     if channels not in (1, 3):
         advice = "build it with `in_chans=3` or `in_chans=1`"
         raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; {advice}")
     if dataset == "digits" and data_dir is not None:
-        raise UsageError("the digits are built in and lie in no folder; drop `dataset` or `data_dir`")
+        raise UsageError(
+            "the digits are built in and lie in no folder; drop `dataset` or `data_dir`"
+        )
     if data_dir is None and not dataset:
         raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
     if not dataset and not Path(str(data_dir)).exists():
@@ -198,7 +255,9 @@ def open_images(
         data = _of_classes(LabelledImages(_digits(split in _TRAIN_NAMES), mode), "0123456789")
     elif dataset.lower() in _FOLDERS and data_dir is not None:
         files = ImageFiles(_part_folder(data_dir, split) or Path(data_dir), topmost=bool(dataset))
-        notes = (f"no image in {shortlist(files.empty)}: no class of its own",) if files.empty else ()
+        notes = (
+            (f"no image in {shortlist(files.empty)}: no class of its own",) if files.empty else ()
+        )
         data = _of_classes(LabelledImages(files, mode), files.classes, notes)
     else:
         data = _named(data_dir, dataset, split, mode, class_map)
@@ -210,29 +269,48 @@ def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()
 
 
 def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
-    """Refuse a part that the data does not have: torchvision would give its test images for any other word."""
+    """Refuse a part that the data does not have: torchvision would give its test images for any
+    other word.
+    """
     if has_part(data_dir, dataset, split):
         return
-    if split == "validation":  # the default: a folder without parts is read as it is
+    # the default: a folder without parts is read as it is
+    if split == "validation":
         if parts := parts_in(data_dir):
             what = f"{data_dir} has no part to validate on, but {shortlist(parts)}"
-            raise UsageError(f"{what}; give `split` one of these names, or `split='.'` for all of it")
-    elif Path(str(data_dir)).is_dir() or split not in _PARTS:  # a tar is one part, whatever it is called
-        others = "the name of a sub-folder, or leave it out" if dataset.lower() in _FOLDERS else "train or validation"
+            raise UsageError(
+                f"{what}; give `split` one of these names, or `split='.'` for all of it"
+            )
+    elif (
+        Path(str(data_dir)).is_dir() or split not in _PARTS
+    ):  # a tar is one part, whatever it is called
+        others = (
+            "the name of a sub-folder, or leave it out"
+            if dataset.lower() in _FOLDERS
+            else "train or validation"
+        )
         raise UsageError(f"the data has no part {shown(split)}; give `split` {others}")
 
 
-def _named(data_dir: FileName | None, dataset: str, split: str, mode: str, class_map: FileName | None) -> ImageData:
+def _named(
+    data_dir: FileName | None, dataset: str, split: str, mode: str, class_map: FileName | None
+) -> ImageData:
     """Open one of timm's named datasets; one that does not tell its classes is given the class map."""
     root = None if data_dir is None else str(data_dir)
     mapped = {} if class_map is None else {"class_map": _read_class_map(class_map)}
     try:
         images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
-    except Exception as error:  # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
-        raise RetrofitError(f"no images found in {data_dir or dataset} ({one_line(error)}); {ADVICE}") from error
+    except (
+        Exception
+        # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
+    ) as error:
+        raise RetrofitError(
+            f"no images found in {data_dir or dataset} ({one_line(error)}); {ADVICE}"
+        ) from error
     if isinstance(images, ImageDataset):
         return ImageData(LabelledImages(images.reader, mode))
-    classes = getattr(images, "classes", None)  # torchvision's
+    # torchvision's
+    classes = getattr(images, "classes", None)
     if isinstance(classes, list | tuple):
         return _of_classes(images, [str(name) for name in classes])
     if class_map is not None and dataset.lower().startswith("torch/"):
@@ -244,7 +322,9 @@ def _read_class_map(class_map: FileName) -> dict[str, int]:
     """Return the model's output for each class name of a class map's file: 0 to n - 1, each once."""
     path = Path(class_map)
     try:
-        if path.suffix.lower() == ".txt":  # of a name that comes twice, timm's reader keeps the last
+        if (
+            path.suffix.lower() == ".txt"
+        ):  # of a name that comes twice, timm's reader keeps the last
             lines = path.read_text(encoding="utf-8").rstrip().split("\n")
             pairs = [(line.strip(), number) for number, line in enumerate(lines)]
         else:
@@ -257,19 +337,27 @@ def _read_class_map(class_map: FileName) -> dict[str, int]:
     for name, index in pairs or [("", 0)]:
         if name == "" or name in outputs or type(index) is not int or index not in free:
             what = f"the class map {class_map} is not one to one, with output {shown(index)} for {shown(name)}"
-            raise RetrofitError(f"{what}; give each output, from 0 to {max(len(pairs) - 1, 0)}, one name of its own")
+            raise RetrofitError(
+                f"{what}; give each output, from 0 to {max(len(pairs) - 1, 0)}, one name of its own"
+            )
         outputs[name] = index
         free.discard(index)
     return outputs
 
 
 def sample_loader(
-    data: ImageData, preprocess: Preprocess, images: int, batch_size: int = 32, labelled: bool = True
+    data: ImageData,
+    preprocess: Preprocess,
+    images: int,
+    batch_size: int = 32,
+    labelled: bool = True,
 ) -> DataLoader[Any]:
-    """Return a loader of at most `images` images, spread evenly over a set, which reads a batch when asked for it.
+    """Return a loader of at most `images` images, spread evenly over a set, which reads a batch
+    when asked for it.
 
-    A batch is (pixels, targets): (N, C, H, W), as a model takes them, and (N,), or None unless `labelled`. An image
-    that cannot be read is a RetrofitError. The images of `data` are given their transform.
+    A batch is (pixels, targets): (N, C, H, W), as a model takes them, and (N,), or None unless
+    `labelled`. An image that cannot be read is a RetrofitError. The images of `data` are given
+    their transform.
     """
 
     def batch(samples: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor | None]:
@@ -281,15 +369,20 @@ def sample_loader(
     data.images.transform = create_transform(**preprocess.to_dict())
     count = min(images, len(data.images))
     rows = [row * len(data.images) // count for row in range(count)]
-    own_random = torch.Generator(torch.get_default_device())  # a loader draws a number even without workers
+    own_random = torch.Generator(
+        torch.get_default_device()
+    )  # a loader draws a number even without workers
     return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=own_random)
 
 
-def sample_batches(data_dir: FileName, preprocess: Preprocess, images: int = 128, batch_size: int = 32) -> list[Tensor]:
-    """Read at most `images` images, spread evenly over a folder or tar, as batches (N, C, H, W) that a model takes.
+def sample_batches(
+    data_dir: FileName, preprocess: Preprocess, images: int = 128, batch_size: int = 32
+) -> list[Tensor]:
+    """Read at most `images` images, spread evenly over a folder or tar, as batches (N, C, H, W)
+    that a model takes.
 
-    Of a folder, a part to validate on is taken if there is one; classes do not matter. A RetrofitError says if there is
-    no image, or which one cannot be read.
+    Of a folder, a part to validate on is taken if there is one; classes do not matter. A
+    RetrofitError says if there is no image, or which one cannot be read.
     """
     split = "validation" if has_part(data_dir, "", "validation") else "."
     data = open_images(data_dir, split=split, channels=preprocess.input_size[0])
@@ -297,10 +390,11 @@ def sample_batches(data_dir: FileName, preprocess: Preprocess, images: int = 128
 
 
 def heed_no_signals(_worker: object) -> Any:
-    """Leave signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) to the main process.
+    """Leave signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) to the
+    main process.
 
-    It ends its workers itself. For a DataLoader's `worker_init_fn`, or timm's `worker_seeding`, which asks for the
-    worker's seed, an int, as torch chose it.
+    It ends its workers itself. For a DataLoader's `worker_init_fn`, or timm's `worker_seeding`,
+    which asks for the worker's seed, an int, as torch chose it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -20,7 +20,11 @@ from retrofit.layers.decorrelated_batch_norm import (
     DecorrelatedBatchNormalNormAct2d,
 )
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct, migrated_group_norm
+from retrofit.layers.migrated_group_norm import (
+    MigratedGroupNorm,
+    MigratedGroupNormAct,
+    migrated_group_norm,
+)
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.proxy_norm import ProxyNorm
 from retrofit.layers.sample_norms import (

@@ -1,8 +1,8 @@
 """What converted layers have in common: a strength, and the options of normality normalization.
 
-A converted layer's state dict holds all that its function depends on: two networks of one target with the same tensors
-are the same function, whatever they were converted from. Noise and momentum, which only training uses, stay with the
-layer, as the p of a dropout does.
+A converted layer's state dict holds all that its function depends on: two networks of one target
+with the same tensors are the same function, whatever they were converted from. Noise and momentum,
+which only training uses, stay with the layer, as the p of a dropout does.
 """
 
 from functools import partial
@@ -13,30 +13,41 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from retrofit.errors import UsageError
-from retrofit.layers.converted_layer import ConvertedLayer, hold_settings, library_class, no_plain_layer
+from retrofit.layers.converted_layer import (
+    ConvertedLayer,
+    hold_settings,
+    library_class,
+    no_plain_layer,
+)
 from retrofit.layers.forms import EstimatedTransform, Sets, constants_of
 from retrofit.layers.normality_norm import NoiseKind, Statistics, estimate, normality_norm
 from retrofit.layers.transforms import transformed
 from retrofit.utils.running import hooked
 
 _UNIT = 2.0**-40
-_SPREAD = 1e-4  # of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of 0.01
+# of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of
+# 0.01
+_SPREAD = 1e-4
 
 
 class StrengthMixin(ConvertedLayer):
     """A layer between its source layer (strength 0) and the target (strength 1).
 
-    The buffer `strength` holds t and its square as integers, (2,), in units of 2^-40. It is a tensor so that changing
-    t does not trigger recompilation. It holds integers because moving averages of weights copy integers from the model
-    but would let a float lag behind it for thousands of steps. Some average integers too; the square then shows that
-    different values of t were averaged, and evaluation is refused.
+    The buffer `strength` holds t and its square as integers, (2,), in units of 2^-40. It is a
+    tensor so that changing t does not trigger recompilation. It holds integers because moving
+    averages of weights copy integers from the model but would let a float lag behind it for
+    thousands of steps. Some average integers too; the square then shows that different values of t
+    were averaged, and evaluation is refused.
     """
 
-    frozen: bool = False  # whether the layer evaluates in training too: see `retrofit.freeze_norms`
+    # whether the layer evaluates in training too: see `retrofit.freeze_norms`
+    frozen: bool = False
     _checked: tuple[int, int] | None = None
 
     def _register_options(self, device: Any = None, *, strength: float = 1.0) -> None:
-        self._buffers["strength"] = strength_code(check_strength(strength), device)  # a property has the name
+        self._buffers["strength"] = strength_code(
+            check_strength(strength), device
+        )  # a property has the name
 
     @property
     def _code(self) -> Tensor:
@@ -62,7 +73,9 @@ class StrengthMixin(ConvertedLayer):
         return float(self._code[0]) * _UNIT
 
     def _refuse_average(self) -> None:
-        """Raise if t is an average; waits for a GPU only where t may have changed since the last time."""
+        """Raise if t is an average; waits for a GPU only where t may have changed since the last
+        time.
+        """
         code = self._code
         seen = None if code.is_cpu or code.is_inference() else (id(code), code._version)
         if seen is not None and seen == self._checked:
@@ -84,14 +97,18 @@ class StrengthMixin(ConvertedLayer):
         return weight, bias
 
     def bake(self, weight: Tensor, bias: Tensor) -> None:
-        """Set the layer to strength 0, where it then computes `weight` times its normalization, plus `bias`."""
+        """Set the layer to strength 0, where it then computes `weight` times its normalization,
+        plus `bias`.
+        """
         layer: Any = self
         self.set_strength(0.0)
         layer.weight.copy_(weight.view_as(layer.weight))
         layer.bias.copy_(bias.view_as(layer.bias))
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the layer and its children; a frozen layer itself stays in evaluation mode."""
+        """Set the mode of the layer and its children; a frozen layer itself stays in evaluation
+        mode.
+        """
         super().train(mode)
         self.training = mode and not self.frozen
         return self
@@ -105,7 +122,9 @@ class StrengthMixin(ConvertedLayer):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return ", ".join(part for part in (super().extra_repr(), shown("strength", self.strength)) if part)
+        return ", ".join(
+            part for part in (super().extra_repr(), shown("strength", self.strength)) if part
+        )
 
     def set_strength(self, strength: float) -> None:
         """Set t in place.
@@ -121,16 +140,21 @@ class NormalityMixin(StrengthMixin):
     """The options of a normality-normalized layer (Eftekhari & Papyan 2025).
 
     Attributes:
-        noise: xi, the factor of the Gaussian noise in training (section 4.2); by default, the paper's 0.4 (LayerNorm:
-            1.0); 0 for no noise.
-        noise_kind: "scaled" is the paper's additive noise; "unscaled" is noise of the same size for every set;
-            "gaussian-dropout" multiplies by noise. The paper compares with these two (section 5.6, figure 7).
-        alpha: Degree of gaussianization in [0, 1] (eq. 6): lambda = 1 + strength * alpha * (estimate - 1). 1 is the
-            paper's value; 0 leaves only the plain normalization and its noise.
+        noise: xi, the factor of the Gaussian noise in training (section 4.2); by default, the
+            paper's 0.4 (LayerNorm: 1.0); 0 for no noise.
+        noise_kind: "scaled" is the paper's additive noise; "unscaled" is noise of the same size for
+            every set; "gaussian-dropout" multiplies by noise. The paper compares with these two
+            (section 5.6, figure 7).
+        alpha: Degree of gaussianization in [0, 1] (eq. 6): lambda = 1 + strength * alpha *
+            (estimate - 1). 1 is the paper's value; 0 leaves only the plain normalization and its
+            noise.
     """
 
     paper_noise: ClassVar[float] = 0.4
-    per_channel: ClassVar[bool] = True  # whether gamma and beta, (C,), belong to dimension 1 of the input
+    per_channel: ClassVar[bool] = (
+        # whether gamma and beta, (C,), belong to dimension 1 of the input
+        True
+    )
 
     def _register_options(
         self,
@@ -150,8 +174,12 @@ class NormalityMixin(StrengthMixin):
     def _sets(self) -> Sets:
         raise NotImplementedError
 
-    def _by_own_statistics(self, x: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, Statistics | None]:
-        """Return `x` normalized by statistics of its own sets, which ranks of `group` may share, and these."""
+    def _by_own_statistics(
+        self, x: Tensor, group: ProcessGroup | None = None
+    ) -> tuple[Tensor, Statistics | None]:
+        """Return `x` normalized by statistics of its own sets, which ranks of `group` may share,
+        and these.
+        """
         layer: Any = self
         sets = self._sets()
         gamma, beta, (values, dim) = layer.weight, layer.bias, sets(x)
@@ -159,11 +187,15 @@ class NormalityMixin(StrengthMixin):
             shape = (1, -1, *(1,) * (x.ndim - 2))
             gamma, beta = (None if p is None else sets(p.view(shape))[0] for p in (gamma, beta))
         eps = vars(self)["eps"]
-        out, statistics = normality_norm(values, gamma, beta, dim=dim, eps=eps, group=group, **self._options)
+        out, statistics = normality_norm(
+            values, gamma, beta, dim=dim, eps=eps, group=group, **self._options
+        )
         return out.reshape(x.shape), statistics
 
     def _form(self) -> list[nn.Module]:
-        """Return the operations of the layer in evaluation: by its running statistics, or an estimate of lambda."""
+        """Return the operations of the layer in evaluation: by its running statistics, or an
+        estimate of lambda.
+        """
         if self.channel_map() is not None:
             return super()._form()
         alpha = float(self.effective_alpha)
@@ -171,7 +203,9 @@ class NormalityMixin(StrengthMixin):
             return [self._source_form()]
         layer: Any = self
         affine = layer.weight, layer.bias
-        return [EstimatedTransform(self._sets(), vars(self)["eps"], alpha, affine, self.per_channel)]
+        return [
+            EstimatedTransform(self._sets(), vars(self)["eps"], alpha, affine, self.per_channel)
+        ]
 
     def _source_form(self) -> nn.Module:
         return constants_of(self._build_source(library_class(self.source_name)), self)
@@ -184,7 +218,9 @@ class NormalityMixin(StrengthMixin):
         return super().plain_layer()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the source layer's checkpoint: with no `strength` in it, lambda restarts at 1 and t stays as it is."""
+        """Accept the source layer's checkpoint: with no `strength` in it, lambda restarts at 1 and
+        t stays as it is.
+        """
         lmbda = getattr(self, "running_lambda", None)
         if prefix + "strength" not in state_dict and lmbda is not None:
             state_dict.setdefault(prefix + "running_lambda", torch.ones_like(lmbda))
@@ -206,29 +242,44 @@ class NormalityMixin(StrengthMixin):
 
     def extra_repr(self) -> str:
         usual = {"noise_kind": "scaled", "alpha": 1.0}
-        extra = [f"{name}={getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        extra = [
+            f"{name}={getattr(self, name)}"
+            for name, value in usual.items()
+            if getattr(self, name) != value
+        ]
         return ", ".join([super().extra_repr(), f"noise={self.noise:g}", *extra])
 
 
 def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the lambda estimates of each normality-normalized layer of a network in evaluation, whatever its strength.
+    """Return the lambda estimates of each normality-normalized layer of a network in evaluation,
+    whatever its strength.
 
-    By layer name, in the order of registration, one value a normalized set: the running average where the layer keeps
-    one, else the estimates on `images`, (N, C, H, W). Without images the layers that need them are left out.
+    By layer name, in the order of registration, one value a normalized set: the running average
+    where the layer keeps one, else the estimates on `images`, (N, C, H, W). Without images the
+    layers that need them are left out.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, NormalityMixin)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, NormalityMixin)
+    }
     running = {name: getattr(layer, "running_lambda", None) for name, layer in layers.items()}
-    values = {name: [] if kept is None else [kept.detach().float().cpu()] for name, kept in running.items()}
+    values = {
+        name: [] if kept is None else [kept.detach().float().cpu()]
+        for name, kept in running.items()
+    }
 
     def collect(found: list[Tensor], layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
         sets, dim = layer._sets()(inputs[0].float())
         var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
-        found.append(estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim).flatten().cpu())
+        found.append(
+            estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim).flatten().cpu()
+        )
 
     if images is not None and not all(values.values()):
         estimating = [(layers[name], found) for name, found in values.items() if not found]
         with (
-            hooked(one.register_forward_pre_hook(partial(collect, found)) for one, found in estimating),
+            hooked(
+                one.register_forward_pre_hook(partial(collect, found)) for one, found in estimating
+            ),
             torch.no_grad(),
         ):
             model(images)
@@ -236,7 +287,9 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
 
 
 def shown(name: str, value: Tensor) -> str:
-    """Return "NAME=VALUE" of a 0-dim tensor; nothing where it has no value to show (meta, under a trace)."""
+    """Return "NAME=VALUE" of a 0-dim tensor; nothing where it has no value to show (meta, under a
+    trace).
+    """
     return f"{name}={value.item():.3g}" if type(value) is Tensor and not value.is_meta else ""
 
 
@@ -266,5 +319,7 @@ def check_noise(noise: float) -> float:
 def check_noise_kind(kind: NoiseKind) -> NoiseKind:
     """Return `kind` if there is noise of that kind."""
     if kind not in get_args(NoiseKind):
-        raise UsageError(f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}")
+        raise UsageError(
+            f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}"
+        )
     return kind

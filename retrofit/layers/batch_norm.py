@@ -25,8 +25,9 @@ _INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it 
 
 
 class EpsOfNoBatchNorm:
-    """The eps of a layer above strength 0, to be shown and compared. Arithmetic with it raises a RetrofitError: code
-    that adds it to a variance, to fuse the layer for example, takes the layer for a BatchNorm.
+    """The eps of a layer above strength 0, to be shown and compared. Arithmetic with it raises a
+    RetrofitError: code that adds it to a variance, to fuse the layer for example, takes the layer
+    for a BatchNorm.
     """
 
     __array_ufunc__ = None
@@ -52,36 +53,52 @@ class EpsOfNoBatchNorm:
     __float__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        next(value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls))._refuse()
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        next(
+            value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)
+        )._refuse()
 
 
 class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
-    """A layer that normalizes by the batch in training and keeps running statistics: to torch, a `_BatchNorm`.
+    """A layer that normalizes by the batch in training and keeps running statistics: to torch, a
+    `_BatchNorm`.
 
-    `torch.optim.swa_utils.update_bn`, Lightning's weight averaging and others look for those to estimate their
-    statistics anew. What would put a plain BatchNorm in its place is refused by `named_children`, the one call that all
-    such functions make; what fuses it into a convolution adds its eps to its variance: see `EpsOfNoBatchNorm`.
+    `torch.optim.swa_utils.update_bn`, Lightning's weight averaging and others look for those to
+    estimate their statistics anew. What would put a plain BatchNorm in its place is refused by
+    `named_children`, the one call that all such functions make; what fuses it into a convolution
+    adds its eps to its variance: see `EpsOfNoBatchNorm`.
     """
 
     _eps: float
 
     @property
     def eps(self) -> Any:
-        """Added to the variance; of use to others at strength 0 alone, where the layer is a BatchNorm."""
+        """Added to the variance; of use to others at strength 0 alone, where the layer is a
+        BatchNorm.
+        """
         return self._eps if float(self.strength) == 0 else EpsOfNoBatchNorm(self._eps, self)
 
     @eps.setter
     def eps(self, value: float) -> None:
-        vars(self).update(eps=value, _eps=value)  # torch's `extra_repr` reads the first, our layers the second
+        vars(self).update(
+            eps=value, _eps=value
+        )  # torch's `extra_repr` reads the first, our layers the second
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the source's layer; for a frozen one, which that would thaw, its constants and gamma and beta."""
+        """Return the source's layer; for a frozen one, which that would thaw, its constants and
+        gamma and beta.
+        """
         plain = super().plain_layer()
-        return (None, trained_affine(self)) if self.frozen and self.running_mean is not None else plain
+        return (
+            (None, trained_affine(self)) if self.frozen and self.running_mean is not None else plain
+        )
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Return the children; freeze or thaw if timm's function calls, refuse one that would replace the layer."""
+        """Return the children; freeze or thaw if timm's function calls, refuse one that would
+        replace the layer.
+        """
         caller = sys._getframe(1).f_code.co_name
         if caller in _INSTEAD:
             raise RetrofitError(
@@ -98,7 +115,9 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
 
 
 class RunningStatistics(StrengthMixin, _NormBase):
-    """torch's running statistics and constructor arguments, `bias`, and the options of the layer's kind."""
+    """torch's running statistics and constructor arguments, `bias`, and the options of the layer's
+    kind.
+    """
 
     def __init__(
         self,
@@ -113,13 +132,17 @@ class RunningStatistics(StrengthMixin, _NormBase):
         bias: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
         if not bias:
             self.register_parameter("bias", None)
         self._register_options(device, **options)
 
     def reset_running_stats(self) -> None:
-        """Reset the running statistics to mean 0, variance 1 and lambda 1, unless the layer is frozen."""
+        """Reset the running statistics to mean 0, variance 1 and lambda 1, unless the layer is
+        frozen.
+        """
         if self.frozen:
             return
         super().reset_running_stats()
@@ -140,18 +163,35 @@ class RunningStatistics(StrengthMixin, _NormBase):
 
     @torch.no_grad()
     def _update(self, statistics: Statistics | None, momentum: float | Tensor) -> None:
-        """Move the running statistics, as far as there are any, towards a batch's, of which an empty one has none."""
+        """Move the running statistics, as far as there are any, towards a batch's, of which an
+        empty one has none.
+        """
         if statistics is None:
             return
-        size = statistics.size.to(torch.float32) if isinstance(statistics.size, Tensor) else statistics.size
-        new = {"mean": statistics.mean, "var": statistics.var * (size / (size - 1)), "lambda": statistics.lmbda}
-        for name, value in new.items():  # the variance unbiased
+        size = (
+            statistics.size.to(torch.float32)
+            if isinstance(statistics.size, Tensor)
+            else statistics.size
+        )
+        new = {
+            "mean": statistics.mean,
+            "var": statistics.var * (size / (size - 1)),
+            "lambda": statistics.lmbda,
+        }
+        # the variance unbiased
+        for name, value in new.items():
             running = self._buffers.get(f"running_{name}")
             if running is not None:
-                running.mul_(1 - momentum).add_(value.reshape(running.shape).to(running.dtype) * momentum)
+                running.mul_(1 - momentum).add_(
+                    value.reshape(running.shape).to(running.dtype) * momentum
+                )
 
     def _build_source(self, cls: Any) -> nn.Module:
-        options = {"affine": self.affine, "track_running_stats": self.track_running_stats, "device": "meta"}
+        options = {
+            "affine": self.affine,
+            "track_running_stats": self.track_running_stats,
+            "device": "meta",
+        }
         new: nn.Module = cls(self.num_features, vars(self)["eps"], self.momentum, **options)
         return new
 
@@ -160,8 +200,8 @@ class RunningNormality(NormalityMixin, RunningStatistics):
     """Running statistics with a running lambda beside them.
 
     Attributes:
-        running_lambda: Running average of the lambda estimates, (C,), whatever the strength; the layer uses
-            1 + `effective_alpha` * (running_lambda - 1).
+        running_lambda: Running average of the lambda estimates, (C,), whatever the strength; the
+            layer uses 1 + `effective_alpha` * (running_lambda - 1).
     """
 
     running_lambda: Tensor | None
@@ -175,35 +215,53 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         if self.running_mean is None:
             return None
         layer: Any = self
-        constant = ChannelMap.of(self.running_mean, layer.running_var, vars(self)["eps"], self.weight, self.bias)
-        return replace(constant, lmbda=1 + self.effective_alpha.double() * (layer.running_lambda.double() - 1))
+        constant = ChannelMap.of(
+            self.running_mean, layer.running_var, vars(self)["eps"], self.weight, self.bias
+        )
+        return replace(
+            constant, lmbda=1 + self.effective_alpha.double() * (layer.running_lambda.double() - 1)
+        )
 
     def _by_running_statistics(self, x: Tensor) -> Tensor:
         layer: Any = self
-        if self.running_mean is None:  # an instance norm that was set to track after it was built
+        # an instance norm that was set to track after it was built
+        if self.running_mean is None:
             raise ValueError("running statistics are needed outside training")
-        mean, var, affine, eps = layer.running_mean, layer.running_var, (self.weight, self.bias), vars(self)["eps"]
+        mean, var, affine, eps = (
+            layer.running_mean,
+            layer.running_var,
+            (self.weight, self.bias),
+            vars(self)["eps"],
+        )
         lmbda = 1 + self.effective_alpha * (layer.running_lambda - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
         followed = torch.compiler.is_compiling() or transformed()
-        if not followed and lmbda.is_cpu and bool((lmbda == 1).all()):  # torch's own layer, bit for bit
+        if (
+            not followed and lmbda.is_cpu and bool((lmbda == 1).all())
+        ):  # torch's own layer, bit for bit
             return functional.batch_norm(x, mean, var, *affine, False, 0.0, eps)
         shape = (1, -1, *(1,) * (x.ndim - 2))
         gamma, beta = (None if p is None else p.view(shape) for p in affine)
-        return apply_statistics(x, mean.view(shape), var.view(shape), lmbda.view(shape), gamma, beta, eps)
+        return apply_statistics(
+            x, mean.view(shape), var.view(shape), lmbda.view(shape), gamma, beta, eps
+        )
 
 
 class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
     """Batch normality normalization: a set is a channel over (N, *)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize `x`, (N, C, *), with the batch's statistics in training and the running ones after it."""
+        """Normalize `x`, (N, C, *), with the batch's statistics in training and the running ones
+        after it.
+        """
         self._check_input_dim(x)
         if not self.training and self.running_mean is not None:
             return self._by_running_statistics(x)
         group = self._group()
         if group is None and x.numel() == x.shape[1]:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {x.size()}"
+            )
         out, statistics = self._by_own_statistics(x, group)
         if self.training and self.track_running_stats:
             self._update(statistics, self._momentum(x.numel()))
@@ -217,38 +275,47 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
 
 
 class BatchNormalNorm1d(_BatchNormalNorm):
-    """Batch normality normalization over (N, C) or (N, C, L) input: `torch.nn.BatchNorm1d`'s counterpart.
+    """Batch normality normalization over (N, C) or (N, C, L) input: `torch.nn.BatchNorm1d`'s
+    counterpart.
 
-    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength` (t, by default 1),
-    and `noise_kind` and `alpha` of `NormalityMixin`.
+    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength`
+    (t, by default 1), and `noise_kind` and `alpha` of `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "BatchNorm1d"
 
 
 class BatchNormalNorm2d(_BatchNormalNorm):
-    """Batch normality normalization over (N, C, H, W) input; its arguments are `BatchNormalNorm1d`'s."""
+    """Batch normality normalization over (N, C, H, W) input; its arguments are
+    `BatchNormalNorm1d`'s.
+    """
 
     source_name: ClassVar[str] = "BatchNorm2d"
 
 
 class BatchNormalNorm3d(_BatchNormalNorm):
-    """Batch normality normalization over (N, C, D, H, W) input; its arguments are `BatchNormalNorm1d`'s."""
+    """Batch normality normalization over (N, C, D, H, W) input; its arguments are
+    `BatchNormalNorm1d`'s.
+    """
 
     source_name: ClassVar[str] = "BatchNorm3d"
 
 
 class SyncBatchNormalNorm(_BatchNormalNorm):
-    """Batch normality normalization with sets that span a process group: `torch.nn.SyncBatchNorm`'s counterpart.
+    """Batch normality normalization with sets that span a process group: `torch.nn.SyncBatchNorm`'s
+    counterpart.
 
-    In training, once a process group is initialized, the mean, variance, moments of the lambda estimate and their
-    gradients are reduced across its ranks, whose batch sizes may differ. The input is (N, C, *), on any device.
-    The arguments are `BatchNormalNorm1d`'s and `process_group`, the ranks that share statistics; None for all.
+    In training, once a process group is initialized, the mean, variance, moments of the lambda
+    estimate and their gradients are reduced across its ranks, whose batch sizes may differ. The
+    input is (N, C, *), on any device. The arguments are `BatchNormalNorm1d`'s and `process_group`,
+    the ranks that share statistics; None for all.
     """
 
     source_name: ClassVar[str] = "SyncBatchNorm"
 
-    def __init__(self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.process_group = process_group
 
@@ -265,8 +332,12 @@ class SyncBatchNormalNorm(_BatchNormalNorm):
 
 
 class BatchNormalNormAct2d(_ThenActivate, BatchNormalNorm2d):
-    """Batch normality normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
+    """Batch normality normalization, then `drop` and `act`: the counterpart of timm's
+    BatchNormAct2d.
+    """
 
 
 class SyncBatchNormalNormAct(_ThenActivate, SyncBatchNormalNorm):
-    """Synchronized batch normality normalization, then `drop` and `act`: the counterpart of timm's SyncBatchNormAct."""
+    """Synchronized batch normality normalization, then `drop` and `act`: the counterpart of timm's
+    SyncBatchNormAct.
+    """

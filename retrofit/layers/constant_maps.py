@@ -1,4 +1,6 @@
-"""Constant maps as numbers: what a layer may be in evaluation, and the convolution or linear layer that takes it in."""
+"""Constant maps as numbers: what a layer may be in evaluation, and the convolution or linear layer
+that takes it in.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +20,12 @@ class ChannelMap:
 
     @classmethod
     def of(
-        cls, mean: Tensor, var: Tensor, eps: float | Tensor, weight: Tensor | None, bias: Tensor | None
+        cls,
+        mean: Tensor,
+        var: Tensor,
+        eps: float | Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
     ) -> "ChannelMap":
         scale = torch.rsqrt(var.detach().double() + eps)
         ones = torch.ones_like(scale)
@@ -45,14 +52,22 @@ class ChannelMap:
 class LinearMap:
     """A convolution or linear layer, in float64."""
 
-    weight: Tensor  # (groups, C_out / groups, C_in / groups, *)
-    bias: Tensor | None  # (C_out,)
+    # (groups, C_out / groups, C_in / groups, *)
+    weight: Tensor
+    # (C_out,)
+    bias: Tensor | None
     transposed: bool = False
-    pads_zeros: bool = False  # whether zeros beside the input count in the output
+    # whether zeros beside the input count in the output
+    pads_zeros: bool = False
 
     @classmethod
     def of(
-        cls, weight: Tensor, bias: Tensor | None, groups: int, transposed: bool, pads_zeros: bool = False
+        cls,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: int,
+        transposed: bool,
+        pads_zeros: bool = False,
     ) -> "LinearMap":
         weight = weight.double().unflatten(0, (groups, -1))
         weight = weight.transpose(1, 2) if transposed else weight
@@ -62,16 +77,20 @@ class LinearMap:
         return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
 
     def then(self, scale: Tensor, shift: Tensor) -> "LinearMap":
-        """Return the layer that gives scale * y + shift where this one gives y; (C_out,) each. Padding is no matter."""
+        """Return the layer that gives scale * y + shift where this one gives y; (C_out,) each.
+        Padding is no matter.
+        """
         groups, out, _, *size = self.weight.shape
         if self.bias is not None:
             shift = scale * self.bias + shift
         bias = shift if self.bias is not None or bool(shift.any()) else None
-        return replace(self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias)
+        return replace(
+            self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias
+        )
 
     def after(self, scale: Tensor, shift: Tensor) -> "LinearMap":
-        """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each. If this one counts zeros
-        beside its input, only a shift of 0 is right.
+        """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each. If
+        this one counts zeros beside its input, only a shift of 0 is right.
         """
         groups, _, inner, *size = self.weight.shape
         shape, bias = (groups, 1, inner, *(1 for _ in size)), self.bias
@@ -81,8 +100,9 @@ class LinearMap:
         return replace(self, weight=self.weight * scale.view(shape), bias=bias)
 
     def then_groups(self, matrix: "LinearMap") -> "LinearMap | None":
-        """Return the layer that is this one and then `matrix`, a convolution of size 1 with as many outputs as inputs
-        in each group; None where the channels of a group do not come from the same input channels.
+        """Return the layer that is this one and then `matrix`, a convolution of size 1 with as many
+        outputs as inputs in each group; None where the channels of a group do not come from the
+        same input channels.
         """
         groups, size = matrix.weight.shape[:2]
         if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:

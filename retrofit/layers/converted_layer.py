@@ -1,4 +1,6 @@
-"""What a converted layer says of itself: its source's layer, its constant map, its inference form, its plain layer."""
+"""What a converted layer says of itself: its source's layer, its constant map, its inference form,
+its plain layer.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -12,44 +14,63 @@ from retrofit.errors import RetrofitError
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.forms import channel_form, constant_copy, in_sequence
 
-_SETTING = "setting_"  # in the name of a buffer that holds one
+# in the name of a buffer that holds one
+_SETTING = "setting_"
 
 
 class ConvertedLayer(nn.Module):
-    """A layer of ours, which says what it is in the layers of torch and timm, and in plain operations.
+    """A layer of ours, which says what it is in the layers of torch and timm, and in plain
+    operations.
 
-    A trace by fx records it as one call. Inside, a trace would fail at the first look at a shape; and what is no longer
-    a layer can neither be set to a strength nor converted or exported.
+    A trace by fx records it as one call. Inside, a trace would fail at the first look at a shape;
+    and what is no longer a layer can neither be set to a strength nor converted or exported.
     """
 
-    source_name: ClassVar[str] = ""  # class of the layer at strength 0: torch's of that name, else timm's
+    source_name: ClassVar[str] = (
+        # class of the layer at strength 0: torch's of that name, else timm's
+        ""
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let forward record itself, and let no class with a forward of its own inherit another's answers."""
+        """Let forward record itself, and let no class with a forward of its own inherit another's
+        answers.
+        """
         super().__init_subclass__(**kwargs)
         own = vars(cls).keys()
         if "forward" in own and not own & {"_form", "_sets", "channel_map", "fused_modules"}:
             answers = {"channel_map": ConvertedLayer.channel_map, "inference_form": constant_copy}
-            for name, answer in {**answers, "source_layer": _not_plain, "plain_layer": _not_plain}.items():
+            for name, answer in {
+                **answers,
+                "source_layer": _not_plain,
+                "plain_layer": _not_plain,
+            }.items():
                 setattr(cls, name, vars(cls).get(name, answer))
         forward: Callable[..., Any] = cls.forward
         if forward is not _forward_unimplemented and not hasattr(forward, "_records_itself"):
             cls.forward = _recording(forward)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse `torch.jit.script`, which does not know the language that the layers are written in."""
+        """Refuse `torch.jit.script`, which does not know the language that the layers are written
+        in.
+        """
         raise RetrofitError(
             f"torch.jit.script cannot compile {type(self).__name__}; use torch.jit.trace, torch.compile or torch.export"
         )
 
     def source_layer(self) -> nn.Module:
-        """Return the library's layer that this one is at strength 0, with its tensors, dropout and activation."""
+        """Return the library's layer that this one is at strength 0, with its tensors, dropout and
+        activation.
+        """
         fused = isinstance(self, _ThenActivate)
-        new = self._build_source(library_class(self.source_name.replace("Norm", "NormAct" if fused else "Norm")))
+        new = self._build_source(
+            library_class(self.source_name.replace("Norm", "NormAct" if fused else "Norm"))
+        )
         for name in ("weight", "bias"):
             new.register_parameter(name, getattr(self, name))
         statistics = ("running_mean", "running_var", "num_batches_tracked")
-        new._buffers.update({name: self._buffers[name] for name in statistics if name in self._buffers})
+        new._buffers.update(
+            {name: self._buffers[name] for name in statistics if name in self._buffers}
+        )
         for name in new._modules.keys() & self._modules.keys():
             setattr(new, name, self._modules[name])
         return new.train(self.training)
@@ -59,7 +80,9 @@ class ConvertedLayer(nn.Module):
         raise NotImplementedError
 
     def channel_map(self) -> ChannelMap | None:
-        """Return what the layer computes in evaluation before dropout and activation, if a constant map per channel."""
+        """Return what the layer computes in evaluation before dropout and activation, if a constant
+        map per channel.
+        """
         return None
 
     def affine_map(self) -> tuple[Tensor, Tensor] | None:
@@ -69,7 +92,9 @@ class ConvertedLayer(nn.Module):
 
     @torch.no_grad()
     def inference_form(self) -> nn.Module:
-        """Return a module of plain torch operations with float32 constants: this layer in evaluation, all of it."""
+        """Return a module of plain torch operations with float32 constants: this layer in
+        evaluation, all of it.
+        """
         fused = (
             module.inference_form() if isinstance(module, ConvertedLayer) else constant_copy(module)
             for module in self.fused_modules()
@@ -83,13 +108,16 @@ class ConvertedLayer(nn.Module):
         return channel_form(constant)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return what trains the same parameters in layers of torch and timm: a constant affine map of the input, (C,)
-        each in float64, or None, and the layer behind it. A RetrofitError says why there is none.
+        """Return what trains the same parameters in layers of torch and timm: a constant affine map
+        of the input, (C,) each in float64, or None, and the layer behind it. A RetrofitError says
+        why there is none.
         """
         return None, self.source_layer()
 
     def fused_modules(self) -> list[nn.Module]:
-        """Return the dropout and the activation of a fused layer, in the order in which they follow."""
+        """Return the dropout and the activation of a fused layer, in the order in which they
+        follow.
+        """
         return []
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -141,23 +169,31 @@ def reset_affine(layer: Any) -> None:
         nn.init.zeros_(layer.bias)
 
 
-def hold_settings(module: nn.Module, settings: Mapping[str, Callable[[float], Any]], device: Any = None) -> None:
-    """Let the state dict of a layer hold attributes that its function depends on and no shape shows, each as a 0-dim
-    buffer: `layer.groups` as `setting_groups`. A layer that loads another's state dict becomes that function; a state
-    dict that lacks the setting leaves the layer's own. `settings` has for each attribute a function that makes its
-    value of a stored number, or raises a ValueError.
+def hold_settings(
+    module: nn.Module, settings: Mapping[str, Callable[[float], Any]], device: Any = None
+) -> None:
+    """Let the state dict of a layer hold attributes that its function depends on and no shape
+    shows, each as a 0-dim buffer: `layer.groups` as `setting_groups`. A layer that loads another's
+    state dict becomes that function; a state dict that lacks the setting leaves the layer's own.
+    `settings` has for each attribute a function that makes its value of a stored number, or raises
+    a ValueError.
     """
-    if not isinstance(module, ConvertedLayer):  # which takes its source's hooks, and does this by its methods
+    if not isinstance(
+        module, ConvertedLayer
+    ):  # which takes its source's hooks, and does this by its methods
         module.register_state_dict_pre_hook(_write_settings)
         module.register_load_state_dict_pre_hook(_read_settings)
     vars(module)["_held_settings"] = dict(settings)
     for name in settings:
         module.register_buffer(_SETTING + name, torch.zeros((), dtype=torch.float32, device=device))
-    _write_settings(module)  # a trace saves the buffers as they are
+    # a trace saves the buffers as they are
+    _write_settings(module)
 
 
 def check_groups(channels: int, groups: float) -> int:
-    """Return the whole number of groups if it divides the channels; averages of state dicts are rounded."""
+    """Return the whole number of groups if it divides the channels; averages of state dicts are
+    rounded.
+    """
     whole = round(groups)
     if abs(groups - whole) > 1e-3 or whole < 1 or channels % whole:
         raise ValueError(f"{groups:g} groups do not divide {channels} channels")
@@ -175,10 +211,15 @@ def _write_settings(module: nn.Module, *_: Any) -> None:
 
 
 def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Set the attributes by what is about to be loaded; a value that the stored type rounds stays exact."""
+    """Set the attributes by what is about to be loaded; a value that the stored type rounds stays
+    exact.
+    """
     _write_settings(module)
     for name, check in vars(module).get("_held_settings", {}).items():
-        key, own = prefix + _SETTING + name, torch.tensor(getattr(module, name), dtype=torch.float32, device="cpu")
+        key, own = (
+            prefix + _SETTING + name,
+            torch.tensor(getattr(module, name), dtype=torch.float32, device="cpu"),
+        )
         stored = state_dict.setdefault(key, module._buffers[_SETTING + name])
         if not isinstance(stored, Tensor) or stored.numel() != 1 or stored.is_meta:
             continue

@@ -1,4 +1,5 @@
-"""Decorrelated batch normalization (Huang et al. 2018) and its normality version (Eftekhari & Papyan 2025, table 3).
+"""Decorrelated batch normalization (Huang et al. 2018) and its normality version (Eftekhari &
+Papyan 2025, table 3).
 
 ZCA whitening multiplies centered values by the inverse square root of their covariance.
 """
@@ -29,19 +30,23 @@ def largest_divisor(channels: int, most: int) -> int:
 
 
 def inverse_square_root(matrix: Tensor, floor: float) -> Tensor:
-    """Return S^(-1/2) of symmetric positive definite matrices S, (*, g, g); NaN for a matrix that is not finite.
+    """Return S^(-1/2) of symmetric positive definite matrices S, (*, g, g); NaN for a matrix that
+    is not finite.
 
-    The gradient is the closed form for functions of a symmetric matrix (Daleckii & Krein), with the divided differences
-    -1 / (sqrt(a) sqrt(b) (sqrt(a) + sqrt(b))): finite for equal eigenvalues, at which differentiating the eigenvectors
-    divides by zero. Eigenvalues below `floor`, or too small beside the largest to be more than rounding, are raised to
-    that bound: a direction in which nothing but rounding errors vary is not blown up.
+    The gradient is the closed form for functions of a symmetric matrix (Daleckii & Krein), with the
+    divided differences -1 / (sqrt(a) sqrt(b) (sqrt(a) + sqrt(b))): finite for equal eigenvalues, at
+    which differentiating the eigenvectors divides by zero. Eigenvalues below `floor`, or too small
+    beside the largest to be more than rounding, are raised to that bound: a direction in which
+    nothing but rounding errors vary is not blown up.
     """
     out: Tensor = _InverseSquareRoot.apply(matrix, floor)[0]
     return out
 
 
 class _InverseSquareRoot(torch.autograd.Function):
-    """S -> S^(-1/2); the eigenvectors and the roots of the eigenvalues are kept, and returned for torch.func."""
+    """S -> S^(-1/2); the eigenvectors and the roots of the eigenvalues are kept, and returned for
+    torch.func.
+    """
 
     generate_vmap_rule = True
 
@@ -60,7 +65,8 @@ class _InverseSquareRoot(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         matrix, vectors, roots = ctx.saved_tensors
-        if transformed():  # which may want a further derivative, through the eigenvectors
+        # which may want a further derivative, through the eigenvectors
+        if transformed():
             vectors, roots = _eigen(matrix, ctx.floor)
         a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
         inner = vectors.mT @ ((grads[0] + grads[0].mT) / 2) @ vectors
@@ -68,52 +74,68 @@ class _InverseSquareRoot(torch.autograd.Function):
 
 
 def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Return the eigenvectors of `matrix` and the roots of its eigenvalues, NaN if it is not finite."""
+    """Return the eigenvectors of `matrix` and the roots of its eigenvalues, NaN if it is not
+    finite.
+    """
     finite = matrix.isfinite().all(-1).all(-1)[..., None]
     identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     values, vectors = torch.linalg.eigh(torch.where(finite[..., None], matrix, identity))
     resolved = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values[..., -1:]
-    return vectors, torch.where(finite, torch.maximum(values.clamp_min(floor), resolved).sqrt(), torch.nan)
+    return vectors, torch.where(
+        finite, torch.maximum(values.clamp_min(floor), resolved).sqrt(), torch.nan
+    )
 
 
 class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatistics):
-    """Mixin: groups of channels are whitened where BatchNorm divides each by its standard deviation.
+    """Mixin: groups of channels are whitened where BatchNorm divides each by its standard
+    deviation.
 
     With S the covariance of a group over (N, *), the matrix that multiplies the centered values is
 
         (1 - t) * diag(S + eps)^(-1/2) + t * (S + eps)^(-1/2)
 
-    with t the strength: BatchNorm at 0, ZCA whitening at 1. Computed in float32 (float64 for float64 input).
+    with t the strength: BatchNorm at 0, ZCA whitening at 1. Computed in float32 (float64 for
+    float64 input).
 
     Attributes:
-        group_size: Channels that are whitened together: the largest divisor of the channels up to the requested number.
-        running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size, group_size); None
-            where no statistics are tracked.
-        running_whitening: Its root (running_covariance + eps)^(-1/2), regardless of the strength. The paper averages
-            the roots of the batches instead. Where a group's covariance is singular, as after a convolution with fewer
-            inputs than outputs, its null space rotates from step to step and that average magnifies what lies in it.
+        group_size: Channels that are whitened together: the largest divisor of the channels up to
+            the requested number.
+        running_covariance: Running average of S, unbiased as `running_var` is, (groups, group_size,
+            group_size); None where no statistics are tracked.
+        running_whitening: Its root (running_covariance + eps)^(-1/2), regardless of the strength.
+            The paper averages the roots of the batches instead. Where a group's covariance is
+            singular, as after a convolution with fewer inputs than outputs, its null space rotates
+            from step to step and that average magnifies what lies in it.
     """
 
     running_covariance: Tensor | None
     running_whitening: Tensor | None
 
-    def __init__(self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any) -> None:
+    def __init__(
+        self, num_features: int, *args: Any, group_size: int = GROUP_SIZE, **kwargs: Any
+    ) -> None:
         super().__init__(num_features, *args, **kwargs)
         if group_size < 1:
-            raise ValueError(f"group_size must be at least 1, not {group_size}; the paper's is {GROUP_SIZE}")
+            raise ValueError(
+                f"group_size must be at least 1, not {group_size}; the paper's is {GROUP_SIZE}"
+            )
         self.group_size = largest_divisor(num_features, int(group_size))
         self.register_buffer("running_covariance", None)
         self.register_buffer("running_whitening", None)
         self.reset_running_whitening()
 
     def reset_running_stats(self) -> None:
-        """Reset the running statistics to mean 0, variance 1 and no correlation, unless the layer is frozen."""
+        """Reset the running statistics to mean 0, variance 1 and no correlation, unless the layer
+        is frozen.
+        """
         super().reset_running_stats()
         if not self.frozen and "running_whitening" in self._buffers:
             self.reset_running_whitening()
 
     def reset_running_whitening(self) -> None:
-        """Forget correlations: the running matrix becomes BatchNorm's, diag(running_var + eps)^(-1/2)."""
+        """Forget correlations: the running matrix becomes BatchNorm's, diag(running_var +
+        eps)^(-1/2).
+        """
         if self.running_var is not None:
             self.running_covariance, self.running_whitening = self._uncorrelated(self.running_var)
 
@@ -121,27 +143,40 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         self._check_input_dim(x)
         batch = self.training or self.running_mean is None
         if batch and x.numel() == x.shape[1]:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {x.size()}"
+            )
         if x.numel() == 0:
-            return affine(x * 1.0, *(None if p is None else channel_view(p, x) for p in (self.weight, self.bias)))
+            return affine(
+                x * 1.0,
+                *(None if p is None else channel_view(p, x) for p in (self.weight, self.bias)),
+            )
         followed = torch.compiler.is_compiling() or transformed() or x.is_meta
         if not batch and not followed and bool(self.strength == 0):
             args = self.running_mean, self.running_var, self.weight, self.bias
             return functional.batch_norm(x, *args, False, 0.0, self._eps)
         with torch.autocast(x.device.type, enabled=False):
-            rows = x.to(compute_dtype(x)).movedim(1, 0).reshape(-1, self.group_size, x.numel() // x.shape[1])
+            rows = (
+                x.to(compute_dtype(x))
+                .movedim(1, 0)
+                .reshape(-1, self.group_size, x.numel() // x.shape[1])
+            )
             if self.running_mean is None or batch:
                 mean = rows.mean(-1, True)
                 centred = rows - mean
                 covariance = centred @ centred.mT / rows.shape[-1]
                 var = covariance.diagonal(dim1=-2, dim2=-1)
-                y, lmbda = self._transform(self._mixed(var, self._root(covariance)) @ centred, batch)
+                y, lmbda = self._transform(
+                    self._mixed(var, self._root(covariance)) @ centred, batch
+                )
                 if self.training and self.track_running_stats:
                     self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
             else:
                 centred = rows - self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
                 y, _ = self._transform(self.running_matrix(rows.dtype) @ centred, batch)
-            out = affine(y, *(None if p is None else p.view(len(y), -1, 1) for p in (self.weight, self.bias)))
+            out = affine(
+                y, *(None if p is None else p.view(len(y), -1, 1) for p in (self.weight, self.bias))
+            )
             out = out.to(x.dtype).view(x.shape[1], x.shape[0], *x.shape[2:]).movedim(0, 1)
         return out.contiguous(memory_format=memory_format_of(x))
 
@@ -160,16 +195,22 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         if not torch.equal(matrix, torch.diag_embed(scale)):
             return None
         scale = scale.flatten()
-        return replace(self._behind_whitening(), scale=scale, shift=-self.running_mean.double() * scale)
+        return replace(
+            self._behind_whitening(), scale=scale, shift=-self.running_mean.double() * scale
+        )
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         if float(self.strength) > 0:
-            raise no_plain_layer("it whitens; set_strength(model, 0) leaves BatchNorm, export_onnx takes it as it is")
+            raise no_plain_layer(
+                "it whitens; set_strength(model, 0) leaves BatchNorm, export_onnx takes it as it is"
+            )
         return super().plain_layer()
 
     def _form(self) -> list[nn.Module]:
         if self.running_mean is None:
-            raise RetrofitError("without running statistics its whitening is no constant; skip it in the conversion")
+            raise RetrofitError(
+                "without running statistics its whitening is no constant; skip it in the conversion"
+            )
         if self.channel_map() is not None:
             return super()._form()
         matrix, constant = self.running_matrix(torch.float64), self._behind_whitening()
@@ -188,7 +229,9 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         return f"{super().extra_repr()}, group_size={self.group_size}"
 
     def _transform(self, h: Tensor, batch: bool) -> tuple[Tensor, Tensor]:
-        """Return what becomes of whitened values, and their lambda: the batch's estimate or the running one."""
+        """Return what becomes of whitened values, and their lambda: the batch's estimate or the
+        running one.
+        """
         return h, h.new_ones(())
 
     @torch.no_grad()
@@ -201,22 +244,32 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             self.running_whitening.copy_(self._root(running.to(covariance.dtype)))
 
     def _root(self, covariance: Tensor) -> Tensor:
-        regular = covariance + self._eps * torch.eye(self.group_size, dtype=covariance.dtype, device=covariance.device)
+        regular = covariance + self._eps * torch.eye(
+            self.group_size, dtype=covariance.dtype, device=covariance.device
+        )
         return inverse_square_root(regular, self._eps)
 
     def _mixed(self, var: Tensor, whitening: Tensor) -> Tensor:
-        """Return the matrices, (groups, g, g), that the strength makes of BatchNorm's and of the root."""
+        """Return the matrices, (groups, g, g), that the strength makes of BatchNorm's and of the
+        root.
+        """
         return (1 - self.strength) * self._uncorrelated(var)[1] + self.strength * whitening
 
     def _uncorrelated(self, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return covariances and roots, (groups, g, g) each, of channels of the given variance."""
         shape = -1, self.group_size
-        return torch.diag_embed(var.view(shape)), torch.diag_embed(torch.rsqrt(var + self._eps).view(shape))
+        return torch.diag_embed(var.view(shape)), torch.diag_embed(
+            torch.rsqrt(var + self._eps).view(shape)
+        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        """Accept the source layer's checkpoint: with no whitening in it, that starts as BatchNorm's again."""
+        """Accept the source layer's checkpoint: with no whitening in it, that starts as BatchNorm's
+        again.
+        """
         if self.running_var is not None and prefix + "running_whitening" not in state_dict:
-            first = self._uncorrelated(state_dict.get(prefix + "running_var", self.running_var).to(self.running_var))
+            first = self._uncorrelated(
+                state_dict.get(prefix + "running_var", self.running_var).to(self.running_var)
+            )
             for name, value in zip(("running_covariance", "running_whitening"), first, strict=True):
                 state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -225,32 +278,39 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
 class DecorrelatedBatchNorm1d(DecorrelatedNorm):
     """Decorrelated batch normalization over (N, C) or (N, C, L) input.
 
-    The arguments are those of `torch.nn.BatchNorm1d`, `group_size` (largest number of channels whitened together, by
-    default, the paper's 16) and `strength` (t, by default 1).
+    The arguments are those of `torch.nn.BatchNorm1d`, `group_size` (largest number of channels
+    whitened together, by default, the paper's 16) and `strength` (t, by default 1).
     """
 
     source_name: ClassVar[str] = "BatchNorm1d"
 
 
 class DecorrelatedBatchNorm2d(DecorrelatedNorm):
-    """Decorrelated batch normalization over (N, C, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
+    """Decorrelated batch normalization over (N, C, H, W) input; its arguments are
+    `DecorrelatedBatchNorm1d`'s.
+    """
 
     source_name: ClassVar[str] = "BatchNorm2d"
 
 
 class DecorrelatedBatchNorm3d(DecorrelatedNorm):
-    """Decorrelated batch normalization over (N, C, D, H, W) input; its arguments are `DecorrelatedBatchNorm1d`'s."""
+    """Decorrelated batch normalization over (N, C, D, H, W) input; its arguments are
+    `DecorrelatedBatchNorm1d`'s.
+    """
 
     source_name: ClassVar[str] = "BatchNorm3d"
 
 
 class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
-    """Decorrelated batch normalization, then `drop` and `act`: another counterpart of timm's BatchNormAct2d."""
+    """Decorrelated batch normalization, then `drop` and `act`: another counterpart of timm's
+    BatchNormAct2d.
+    """
 
 
 class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
-    """Mixin: lambda is estimated from each channel's whitened values, not standardized again: the estimate holds for
-    any variance. Theirs is one but for eps, unless channels of a group depend on each other or outnumber its values.
+    """Mixin: lambda is estimated from each channel's whitened values, not standardized again: the
+    estimate holds for any variance. Theirs is one but for eps, unless channels of a group depend on
+    each other or outnumber its values.
     """
 
     def _transform(self, h: Tensor, batch: bool) -> tuple[Tensor, Tensor]:
@@ -267,18 +327,23 @@ class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
 
 
 class DecorrelatedBatchNormalNorm1d(_ThenTransform, batch_norm.BatchNormalNorm1d):
-    """Decorrelated batch normality normalization over (N, C) or (N, C, L) input (Eftekhari & Papyan 2025, table 3).
+    """Decorrelated batch normality normalization over (N, C) or (N, C, L) input (Eftekhari & Papyan
+    2025, table 3).
 
     The arguments are those of `BatchNormalNorm1d` and of `DecorrelatedBatchNorm1d`.
     """
 
 
 class DecorrelatedBatchNormalNorm2d(_ThenTransform, batch_norm.BatchNormalNorm2d):
-    """Decorrelated batch normality normalization over (N, C, H, W) input; see `DecorrelatedBatchNormalNorm1d`."""
+    """Decorrelated batch normality normalization over (N, C, H, W) input; see
+    `DecorrelatedBatchNormalNorm1d`.
+    """
 
 
 class DecorrelatedBatchNormalNorm3d(_ThenTransform, batch_norm.BatchNormalNorm3d):
-    """Decorrelated batch normality normalization over (N, C, D, H, W) input; see `DecorrelatedBatchNormalNorm1d`."""
+    """Decorrelated batch normality normalization over (N, C, D, H, W) input; see
+    `DecorrelatedBatchNormalNorm1d`.
+    """
 
 
 class DecorrelatedBatchNormalNormAct2d(_ThenActivate, DecorrelatedBatchNormalNorm2d):

@@ -1,13 +1,16 @@
-"""What a layer is for inference: few elementwise operations on precomputed constants, which every runtime has.
+"""What a layer is for inference: few elementwise operations on precomputed constants, which every
+runtime has.
 
-With s = sign(h), l = log(1 + |h|) and kappa = lambda - 1, the Yeo-Johnson transform reads, without a branch,
+With s = sign(h), l = log(1 + |h|) and kappa = lambda - 1, the Yeo-Johnson transform reads, without
+a branch,
 
     psi = s * (exp(p * l) - 1) / p,    p = 1 + s * kappa
 
-where p takes one of two values a channel. ONNX runtimes do Sign, Where and Pow element by element; a clipped multiple
-of h is the sign as well, wherever that matters, at the cost of a multiplication.
+where p takes one of two values a channel. ONNX runtimes do Sign, Where and Pow element by element;
+a clipped multiple of h is the sign as well, wherever that matters, at the cost of a multiplication.
 
-The forms are right in float16 too: no value of a set is squared before it is divided by the set's largest.
+The forms are right in float16 too: no value of a set is squared before it is divided by the set's
+largest.
 """
 
 import copy
@@ -23,12 +26,20 @@ from torch.nn import functional
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.power_transform import MIN_CURVATURE, step_bounds
 
-NORM_EPS = 2.0**-10  # of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0
-STEEP = 1e12  # |h| below its inverse is as good as zero
-SMALL_POWER = 0.05  # (exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller
-_SMALLEST_HALF = 2.0**-14  # of the normal numbers of float16
-_TINY = 1.5 * 2.0**-24  # not 0 in float16, and in float32 no difference between 1 and a number beside it
-_SHARE = 0.125  # of d in sums of squares, which overflow float16 for |h| above 80 without it
+NORM_EPS = (
+    2.0**-10
+)  # of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0
+# |h| below its inverse is as good as zero
+STEEP = 1e12
+# (exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller
+SMALL_POWER = 0.05
+# of the normal numbers of float16
+_SMALLEST_HALF = 2.0**-14
+_TINY = (
+    1.5 * 2.0**-24
+)  # not 0 in float16, and in float32 no difference between 1 and a number beside it
+# of d in sums of squares, which overflow float16 for |h| above 80 without it
+_SHARE = 0.125
 
 
 Sets = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
@@ -62,7 +73,9 @@ def channel_view(values: Tensor, x: Tensor) -> Tensor:
 
 def in_sequence(parts: Sequence[nn.Module]) -> nn.Module:
     """Return a module, in evaluation, that applies some modules one after the other."""
-    return (parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()).eval()
+    return (
+        parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()
+    ).eval()
 
 
 def constant_copy(module: nn.Module) -> nn.Module:
@@ -71,10 +84,14 @@ def constant_copy(module: nn.Module) -> nn.Module:
 
 
 def constants_of(new: nn.Module, layer: nn.Module) -> nn.Module:
-    """Give torch's layer `new`, as built on the meta device, the parameters of `layer` as float32 constants."""
+    """Give torch's layer `new`, as built on the meta device, the parameters of `layer` as float32
+    constants.
+    """
     for name in ("weight", "bias"):
         value = getattr(layer, name)
-        constant = None if value is None else nn.Parameter(value.detach().float(), requires_grad=False)
+        constant = (
+            None if value is None else nn.Parameter(value.detach().float(), requires_grad=False)
+        )
         new.register_parameter(name, constant)
     new._buffers.update({name: layer._buffers[name] for name in new._buffers})
     return new
@@ -92,7 +109,9 @@ class FunctionModule(nn.Module):
 
 
 class ChannelAffine(nn.Module):
-    """x * scale + shift per channel of (N, C, *), or of (*, C) with `last`; what does nothing is left out."""
+    """x * scale + shift per channel of (N, C, *), or of (*, C) with `last`; what does nothing is
+    left out.
+    """
 
     scale: Tensor | None
     shift: Tensor | None
@@ -111,7 +130,9 @@ class ChannelAffine(nn.Module):
 
 
 class ConstantNorm(nn.Module):
-    """(x - centre) * scale + shift per channel of (N, C, *), as one batch normalization in evaluation."""
+    """(x - centre) * scale + shift per channel of (N, C, *), as one batch normalization in
+    evaluation.
+    """
 
     centre: Tensor
     variance: Tensor
@@ -120,16 +141,27 @@ class ConstantNorm(nn.Module):
 
     def __init__(self, centre: Tensor, scale: Tensor, shift: Tensor) -> None:
         super().__init__()
-        variance = torch.full_like(centre, 1 - NORM_EPS, dtype=torch.float32)  # bfloat16 would round it to 1
-        for name, value in (("centre", centre), ("variance", variance), ("scale", scale), ("shift", shift)):
+        variance = torch.full_like(
+            centre, 1 - NORM_EPS, dtype=torch.float32
+        )  # bfloat16 would round it to 1
+        for name, value in (
+            ("centre", centre),
+            ("variance", variance),
+            ("scale", scale),
+            ("shift", shift),
+        ):
             self.register_buffer(name, value.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.batch_norm(x, self.centre, self.variance, self.scale, self.shift, eps=NORM_EPS)
+        return functional.batch_norm(
+            x, self.centre, self.variance, self.scale, self.shift, eps=NORM_EPS
+        )
 
 
 class GroupConvolution(nn.Module):
-    """matrix @ x + shift for each group of neighbouring channels of (N, C, *): a convolution of size 1."""
+    """matrix @ x + shift for each group of neighbouring channels of (N, C, *): a convolution of
+    size 1.
+    """
 
     weight: Tensor
     shift: Tensor
@@ -149,18 +181,24 @@ class GroupConvolution(nn.Module):
 
 
 class TwoBranch(nn.Module):
-    """gamma * psi(h; lambda) + beta, exactly, for any h and lambda; the constants are (C,) in float64."""
+    """gamma * psi(h; lambda) + beta, exactly, for any h and lambda; the constants are (C,) in
+    float64.
+    """
 
     gamma: Tensor
     beta: Tensor | None
 
     def __init__(self, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> None:
-        """Precompute p = p0 + s * p1 and gamma * s / p = r0 + s * r1, which has no value where p is 0."""
+        """Precompute p = p0 + s * p1 and gamma * s / p = r0 + s * r1, which has no value where p is
+        0.
+        """
         super().__init__()
         self.constants = lmbda, gamma, beta
         up, down = lmbda, 2 - lmbda
         self.exact = bool((torch.minimum(up.abs(), down.abs()) < SMALL_POWER).any())
-        constants = [("p", up, down)] if self.exact else [("p", up, down), ("r", gamma / up, -gamma / down)]
+        constants = (
+            [("p", up, down)] if self.exact else [("p", up, down), ("r", gamma / up, -gamma / down)]
+        )
         for name, plus, minus in constants:
             self.register_buffer(f"{name}0", ((plus + minus) / 2).float())
             self.register_buffer(f"{name}1", ((plus - minus) / 2).float())
@@ -177,11 +215,15 @@ class TwoBranch(nn.Module):
         return y if self.beta is None else y + channel_view(self.beta, h)
 
     def _either(self, name: str, sign: Tensor) -> Tensor:
-        return sign * channel_view(getattr(self, f"{name}1"), sign) + channel_view(getattr(self, f"{name}0"), sign)
+        return sign * channel_view(getattr(self, f"{name}1"), sign) + channel_view(
+            getattr(self, f"{name}0"), sign
+        )
 
 
 def relative_growth(u: Tensor) -> Tensor:
-    """Return expm1(u) / u, 1 at 0, of exp and log alone: exp's error near 1 is in its logarithm too (W. Kahan)."""
+    """Return expm1(u) / u, 1 at 0, of exp and log alone: exp's error near 1 is in its logarithm too
+    (W. Kahan).
+    """
     grown = torch.exp(u)
     return (grown - 1.0 + _TINY) / (torch.log(grown) + _TINY)
 
@@ -199,21 +241,35 @@ def channel_form(constant: ChannelMap) -> list[nn.Module]:
     return [standardize, TwoBranch(constant.lmbda, constant.gamma, constant.beta)]
 
 
-def _scaled(centred: Tensor, low: Tensor, high: Tensor, root: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 1 / c, centred / c and (root / c)^2 for c the largest |centred| of a set, or `root` where that is more."""
+def _scaled(
+    centred: Tensor, low: Tensor, high: Tensor, root: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 1 / c, centred / c and (root / c)^2 for c the largest |centred| of a set, or `root`
+    where that is more.
+    """
     inverse = 1.0 / torch.maximum(high, -low).clamp_min(max(root, _SMALLEST_HALF))
     rest = inverse * root
     return inverse, centred * inverse, rest * rest
 
 
 class EstimatedTransform(nn.Module):
-    """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain operations."""
+    """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain
+    operations.
+    """
 
-    weight: Tensor | None  # gamma: (C,) for (N, C, *) if `per_channel`, else of a shape that broadcasts to the input
-    bias: Tensor | None  # beta, likewise
+    weight: (
+        Tensor | None
+    )  # gamma: (C,) for (N, C, *) if `per_channel`, else of a shape that broadcasts to the input
+    # beta, likewise
+    bias: Tensor | None
 
     def __init__(
-        self, sets: Sets, eps: float, effective_alpha: float, affine: Sequence[Any], per_channel: bool
+        self,
+        sets: Sets,
+        eps: float,
+        effective_alpha: float,
+        affine: Sequence[Any],
+        per_channel: bool,
     ) -> None:
         super().__init__()
         self.sets, self.eps = sets, eps
@@ -225,13 +281,20 @@ class EstimatedTransform(nn.Module):
     def freeze(self, lmbda: float) -> None:
         """Put a constant, strength included, in the place of the estimate."""
         device = next((value.device for value in self.buffers()), None)
-        self.frozen = TwoBranch(*torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device))
+        self.frozen = TwoBranch(
+            *torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         values, dims = self.sets(x)
-        if values.ndim > x.ndim:  # groups of channels: each in one dimension
+        # groups of channels: each in one dimension
+        if values.ndim > x.ndim:
             values, dims = values.flatten(2), (2,)
-        y = self._estimated(values, dims) if self.frozen is None else self.frozen(self._standardized(values, dims))
+        y = (
+            self._estimated(values, dims)
+            if self.frozen is None
+            else self.frozen(self._standardized(values, dims))
+        )
         y = y.reshape(x.shape)
         for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
             if value is not None:
@@ -239,7 +302,9 @@ class EstimatedTransform(nn.Module):
         return y
 
     def _estimated(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Return the transform by the estimate: `power_transform.first_step` in operations that every runtime has."""
+        """Return the transform by the estimate: `power_transform.first_step` in operations that
+        every runtime has.
+        """
         h, v, extremes = _standardize(values, dims, self.eps)
         mean = partial(torch.mean, dim=dims, keepdim=True)
         a = h.abs()
@@ -249,26 +314,36 @@ class EstimatedTransform(nn.Module):
         low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
         share = a * _SHARE
         grown = (share + _SHARE) * log
-        d = grown - share  # an eighth, as what follows of it
+        # an eighth, as what follows of it
+        d = grown - share
         v = v.clamp_min(tiny)
         m3 = mean(d)
         ratio = mean(h * d) / v
-        m45 = mean(share * (grown * log - 2.0 * d) + d * d)  # a 64th
+        # a 64th
+        m45 = mean(share * (grown * log - 2.0 * d) + d * d)
         curvature = ((m45 - m3 * m3) / v - 2.0 * ratio * ratio).clamp_min(MIN_CURVATURE * _SHARE**2)
         step = (mean(signed) * _SHARE**2 - ratio * _SHARE) / curvature
         kappa = self.effective_alpha * torch.minimum(torch.maximum(step, low), high)
         return relative_growth((sign * kappa + 1.0) * log) * signed
 
     def _standardized(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Return standardized values alone: of sets that are the last dimensions by torch's own operation."""
+        """Return standardized values alone: of sets that are the last dimensions by torch's own
+        operation.
+        """
         sizes = values.shape[dims[0] :]
-        if dims == tuple(range(dims[0], values.ndim)) and all(isinstance(size, int) for size in sizes):
+        if dims == tuple(range(dims[0], values.ndim)) and all(
+            isinstance(size, int) for size in sizes
+        ):
             return functional.layer_norm(values, sizes, eps=self.eps)
         return _standardize(values, dims, self.eps)[0]
 
 
-def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return (x - mean) / sqrt(var + eps) of each set, its variance, and its smallest and largest value."""
+def _standardize(
+    x: Tensor, dims: tuple[int, ...], eps: float
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Return (x - mean) / sqrt(var + eps) of each set, its variance, and its smallest and largest
+    value.
+    """
     centred = x - x.mean(dims, keepdim=True)
     low, high = centred.amin(dims, True), centred.amax(dims, True)
     inverse, small, rest = _scaled(centred, low, high, math.sqrt(eps))
@@ -279,12 +354,17 @@ def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, 
 
 
 class MigratedForm(nn.Module):
-    """Group normalization of x', standardized already, at a strength t > 0: see `migrated_group_norm`."""
+    """Group normalization of x', standardized already, at a strength t > 0: see
+    `migrated_group_norm`.
+    """
 
-    weight: Tensor  # gamma over the gain, (C,)
+    # gamma over the gain, (C,)
+    weight: Tensor
     bias: Tensor
 
-    def __init__(self, groups: int, eps: float, strength: float, weight: Tensor, bias: Tensor) -> None:
+    def __init__(
+        self, groups: int, eps: float, strength: float, weight: Tensor, bias: Tensor
+    ) -> None:
         super().__init__()
         self.groups, self.eps, self.strength = groups, eps, strength
         self.register_buffer("weight", weight.float())

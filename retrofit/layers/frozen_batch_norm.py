@@ -1,4 +1,6 @@
-"""BatchNorm whose statistics no longer move: constants per channel, and gamma and beta, which are trained."""
+"""BatchNorm whose statistics no longer move: constants per channel, and gamma and beta, which are
+trained.
+"""
 
 from collections import OrderedDict
 from typing import Any, ClassVar
@@ -18,7 +20,10 @@ from retrofit.layers.transforms import needed
 class ConstantStatistics(ConvertedLayer):
     """BatchNorm's running statistics, which are constants here, under BatchNorm's names."""
 
-    source_name: ClassVar[str] = "BatchNorm2d"  # it does not know of how many dimensions its BatchNorm was
+    source_name: ClassVar[str] = (
+        # it does not know of how many dimensions its BatchNorm was
+        "BatchNorm2d"
+    )
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -27,7 +32,9 @@ class ConstantStatistics(ConvertedLayer):
     def _hold_statistics(self, channels: int, device: Any, dtype: Any) -> None:
         self.register_buffer("running_mean", torch.zeros(channels, device=device, dtype=dtype))
         self.register_buffer("running_var", torch.ones(channels, device=device, dtype=dtype))
-        self.register_buffer("num_batches_tracked", torch.zeros((), device=device, dtype=torch.long))
+        self.register_buffer(
+            "num_batches_tracked", torch.zeros((), device=device, dtype=torch.long)
+        )
 
     reset_parameters = reset_affine
 
@@ -48,11 +55,13 @@ class ConstantStatistics(ConvertedLayer):
 
 
 class FrozenBatchNorm(ConstantStatistics):
-    """(x - running_mean) / sqrt(running_var + eps) * weight + bias per channel, in training and evaluation alike.
+    """(x - running_mean) / sqrt(running_var + eps) * weight + bias per channel, in training and
+    evaluation alike.
 
-    Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the other. Unlike in
-    torchvision's FrozenBatchNorm2d, `weight` and `bias` are trained. No sample influences another. The class is not a
-    subclass of torch's `_BatchNorm`, because functions that synchronize or re-estimate BatchNorm would unfreeze it.
+    Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the
+    other. Unlike in torchvision's FrozenBatchNorm2d, `weight` and `bias` are trained. No sample
+    influences another. The class is not a subclass of torch's `_BatchNorm`, because functions that
+    synchronize or re-estimate BatchNorm would unfreeze it.
 
     Args:
         num_features: Number of channels C.
@@ -81,14 +90,24 @@ class FrozenBatchNorm(ConstantStatistics):
     ) -> None:
         super().__init__()
         self.num_features, self.eps, self.affine = num_features, eps, affine
-        for name, fill, present in (("weight", torch.ones, affine), ("bias", torch.zeros, affine and bias)):
-            value = nn.Parameter(fill(num_features, device=device, dtype=dtype)) if present else None
+        for name, fill, present in (
+            ("weight", torch.ones, affine),
+            ("bias", torch.zeros, affine and bias),
+        ):
+            value = (
+                nn.Parameter(fill(num_features, device=device, dtype=dtype)) if present else None
+            )
             self.register_parameter(name, value)
         self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         given = x, self.running_mean, self.running_var, self.weight, self.bias
-        if x.is_cuda and torch.is_grad_enabled() and x.is_contiguous(memory_format=torch.channels_last) and fits(x):
+        if (
+            x.is_cuda
+            and torch.is_grad_enabled()
+            and x.is_contiguous(memory_format=torch.channels_last)
+            and fits(x)
+        ):
             return _ChannelsLast.apply(*given, self.eps)
         return functional.batch_norm(*given, training=False, eps=self.eps)
 
@@ -100,10 +119,14 @@ class FrozenBatchNorm(ConstantStatistics):
 
 
 class _ChannelsLast(torch.autograd.Function):
-    """`F.batch_norm` in evaluation, in channels_last on a GPU, whose gradient stays so: that of torch is contiguous."""
+    """`F.batch_norm` in evaluation, in channels_last on a GPU, whose gradient stays so: that of
+    torch is contiguous.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float
+    ) -> Tensor:
         exact = compute_dtype(x)
         ctx.save_for_backward(x, weight, mean.to(exact), torch.rsqrt(var.to(exact) + eps))
         return functional.batch_norm(x, mean, var, weight, bias, eps=eps)
@@ -112,11 +135,16 @@ class _ChannelsLast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         grad = grads[0].contiguous(memory_format=torch.channels_last)
-        if torch.is_grad_enabled():  # for a second derivative
-            scale, centre = (channel_view(v, x) for v in (rstd if weight is None else rstd * weight, mean))
+        # for a second derivative
+        if torch.is_grad_enabled():
+            scale, centre = (
+                channel_view(v, x) for v in (rstd if weight is None else rstd * weight, mean)
+            )
             sums = (grad * (x - centre)).sum((0, 2, 3)) * rstd, grad.sum((0, 2, 3))
             return (grad * scale).to(x.dtype), None, None, *needed(ctx, 3, sums), None
-        *_, dweight, dbias = torch.batch_norm_backward_reduce(grad, x, mean, rstd, weight, False, True, True)
+        *_, dweight, dbias = torch.batch_norm_backward_reduce(
+            grad, x, mean, rstd, weight, False, True, True
+        )
         dx = torch.batch_norm_elemt(grad, weight, None, torch.zeros_like(rstd), rstd, 0.0)
         return dx, None, None, *needed(ctx, 3, (dweight, dbias)), None
 
@@ -133,10 +161,11 @@ class PlainAffine(ConvertedLayer):
 
 
 class ConstantAffine(PlainAffine):
-    """x * scale + shift per channel, (C,): what is left of migrated statistics where no layer beside it takes them in.
+    """x * scale + shift per channel, (C,): what is left of migrated statistics where no layer
+    beside it takes them in.
 
-    `channel_dim` is 1 for (N, C, *), -1 for (N, *, C); the output has the input's type. It has buffers and no
-    parameters: what computes gradients per sample refuses a layer that has both.
+    `channel_dim` is 1 for (N, C, *), -1 for (N, *, C); the output has the input's type. It has
+    buffers and no parameters: what computes gradients per sample refuses a layer that has both.
     """
 
     scale: Tensor
@@ -149,7 +178,9 @@ class ConstantAffine(PlainAffine):
         self.register_buffer("shift", shift.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        scale, shift = (channel_view(v, x) if self.channel_dim == 1 else v for v in (self.scale, self.shift))
+        scale, shift = (
+            channel_view(v, x) if self.channel_dim == 1 else v for v in (self.scale, self.shift)
+        )
         return (x * scale + shift).to(x.dtype)
 
     def _form(self) -> list[nn.Module]:
@@ -157,16 +188,24 @@ class ConstantAffine(PlainAffine):
 
 
 class TrainedAffine(PlainAffine, nn.Conv1d):
-    """x * gamma + beta per channel of (N, C, *): a convolution of size 1, whose gradients per sample libraries know."""
+    """x * gamma + beta per channel of (N, C, *): a convolution of size 1, whose gradients per
+    sample libraries know.
+    """
 
     def __init__(self, weight: nn.Parameter | None, bias: nn.Parameter | None) -> None:
         gamma = torch.ones_like(bias) if weight is None else weight  # type: ignore[arg-type]
         super().__init__(len(gamma), len(gamma), 1, groups=len(gamma), bias=False, device="meta")
-        self.weight = nn.Parameter(gamma.detach().view(-1, 1, 1), weight is not None and weight.requires_grad)
+        self.weight = nn.Parameter(
+            gamma.detach().view(-1, 1, 1), weight is not None and weight.requires_grad
+        )
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.flatten(2) if input.ndim > 2 else input.unsqueeze(-1)).reshape(input.shape)
+        return (
+            super()
+            .forward(input.flatten(2) if input.ndim > 2 else input.unsqueeze(-1))
+            .reshape(input.shape)
+        )
 
     def _form(self) -> list[nn.Module]:
         scale = self.weight.flatten()
@@ -174,9 +213,13 @@ class TrainedAffine(PlainAffine, nn.Conv1d):
 
 
 def trained_affine(layer: Any) -> nn.Module:
-    """Return the constants of a layer that is an affine map, then gamma and beta, dropout and activation."""
+    """Return the constants of a layer that is an affine map, then gamma and beta, dropout and
+    activation.
+    """
     constant = layer.channel_map()
-    scale, shift = (value.to(layer.running_mean.dtype) for value in (constant.scale, constant.shift))
+    scale, shift = (
+        value.to(layer.running_mean.dtype) for value in (constant.scale, constant.shift)
+    )
     parts: OrderedDict[str, nn.Module] = OrderedDict(affine=ConstantAffine(scale, shift))
     if layer.weight is not None or layer.bias is not None:
         parts["norm"] = TrainedAffine(layer.weight, layer.bias)
@@ -186,7 +229,9 @@ def trained_affine(layer: Any) -> nn.Module:
 def named_sequence(parts: OrderedDict[str, nn.Module], layer: ConvertedLayer) -> nn.Module:
     """Return named modules, then the dropout and the activation of a layer, one after the other."""
     fused = [module for module in layer.fused_modules() if module not in parts.values()]
-    named = OrderedDict(parts, **{name: child for name, child in layer.named_children() if child in fused})
+    named = OrderedDict(
+        parts, **{name: child for name, child in layer.named_children() if child in fused}
+    )
     if len(named) == 1 and parts:
         return next(iter(named.values()))
     return nn.Sequential(named) if named else nn.Identity()

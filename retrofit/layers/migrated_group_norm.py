@@ -11,7 +11,12 @@ from torch.nn import functional
 
 from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.converted_layer import _ThenActivate, check_groups, hold_settings, no_plain_layer
+from retrofit.layers.converted_layer import (
+    _ThenActivate,
+    check_groups,
+    hold_settings,
+    no_plain_layer,
+)
 from retrofit.layers.forms import ConstantNorm, MigratedForm, channel_view
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise, fits
@@ -32,18 +37,21 @@ def migrated_group_norm(
     source_eps: Tensor | float | None = None,
     gain: Tensor | None = None,
 ) -> Tensor:
-    """Standardize with constant running statistics, then group-normalize to the degree t = `strength`.
+    """Standardize with constant running statistics, then group-normalize to the degree t =
+    `strength`.
 
         x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
         y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias
 
-    where m and v are the mean and variance of x' per sample and group. At t = 0 this is `F.batch_norm` in evaluation,
-    for any gain; at t = 1 it is `F.group_norm` of x' with the weight divided by the gain. One group normalizes each
-    whole sample, like LayerNorm over (C, *). The gain determines how much a channel counts in its group's moments.
+    where m and v are the mean and variance of x' per sample and group. At t = 0 this is
+    `F.batch_norm` in evaluation, for any gain; at t = 1 it is `F.group_norm` of x' with the weight
+    divided by the gain. One group normalizes each whole sample, like LayerNorm over (C, *). The
+    gain determines how much a channel counts in its group's moments.
 
-    The result is one scale and one shift per sample and channel, computed from the moments of x per sample and channel.
-    Of the activations, only x is kept for the backward pass. Statistics use at least float32. Autograd treats running
-    statistics, gain and t as constants; there is no second derivative.
+    The result is one scale and one shift per sample and channel, computed from the moments of x per
+    sample and channel. Of the activations, only x is kept for the backward pass. Statistics use at
+    least float32. Autograd treats running statistics, gain and t as constants; there is no second
+    derivative.
 
     Args:
         x: Input (N, C, *), floating point, with at least 2 dimensions.
@@ -61,7 +69,8 @@ def migrated_group_norm(
         The output, (N, C, *), in the type and memory format of `x`.
 
     Raises:
-        ValueError: If `x` has fewer than 2 dimensions or does not have C channels, or G does not divide C.
+        ValueError: If `x` has fewer than 2 dimensions or does not have C channels, or G does not
+            divide C.
     """
     channels = running_mean.numel()
     if x.ndim < 2 or x.shape[1] != channels:
@@ -70,7 +79,13 @@ def migrated_group_norm(
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
     source_eps = eps if source_eps is None else source_eps
     maps = x if x.ndim > 2 else x.unsqueeze(-1)
-    given = weight, bias, running_mean.detach(), running_var.detach(), None if gain is None else gain.detach()
+    given = (
+        weight,
+        bias,
+        running_mean.detach(),
+        running_var.detach(),
+        None if gain is None else gain.detach(),
+    )
     layout = channelwise.layout_of(maps, *given, per_sample=True)
     if layout is not None:
         if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in given):
@@ -86,27 +101,42 @@ def migrated_group_norm(
 
 
 def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without cancellation."""
+    """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without
+    cancellation.
+    """
     dims = tuple(range(2, x.ndim))
-    if x.dtype != dtype and not transformed():  # a half type, whose own rounding is more than what cancels in `dtype`
+    if (
+        x.dtype != dtype and not transformed()
+    ):  # a half type, whose own rounding is more than what cancels in `dtype`
         mean, size = x.mean(dims, dtype=dtype), max(1, math.prod(x.shape[2:]))
-        return mean, (torch.linalg.vector_norm(x, dim=dims, dtype=dtype).square() / size - mean.square()).clamp_min(0)
+        return mean, (
+            torch.linalg.vector_norm(x, dim=dims, dtype=dtype).square() / size - mean.square()
+        ).clamp_min(0)
     x = x.to(dtype)
-    if not (transformed() or x.is_cpu or x.numel() == 0):  # on CPU var_mean takes several times as long
+    if not (
+        transformed() or x.is_cpu or x.numel() == 0
+    ):  # on CPU var_mean takes several times as long
         var, mean = torch.var_mean(x, dims, correction=0)
         return mean, var
     mean = x.mean(dims, keepdim=True)
-    if transformed():  # whose further derivatives the norm does not have everywhere
+    # whose further derivatives the norm does not have everywhere
+    if transformed():
         return mean.flatten(1), (x - mean).square().mean(dims)
     var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
     return mean.flatten(1), var
 
 
 def _group_affine(
-    x: Tensor, weight: Any, bias: Any, mean: Tensor, var: Tensor, gain: Any, numbers: tuple[int, Tensor, Any, Any]
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Tensor,
+    var: Tensor,
+    gain: Any,
+    numbers: tuple[int, Tensor, Any, Any],
 ) -> tuple[Tensor, ...]:
-    """Return the result by running `mean` and `var`, and what its derivative takes: that mean, rstd, gain and gamma,
-    (C,) each, and, (N, C) each, the group's mean over the gain and k.
+    """Return the result by running `mean` and `var`, and what its derivative takes: that mean,
+    rstd, gain and gamma, (C,) each, and, (N, C) each, the group's mean over the gain and k.
     """
     num_groups, t, eps, source_eps = numbers
     ones = torch.ones_like(mean, dtype=t.dtype)
@@ -117,7 +147,9 @@ def _group_affine(
     groups = len(x), num_groups, len(ones) // num_groups
     centre = ((row_mean - mean) * (rstd * gain)).reshape(groups)
     m = centre.mean(2, keepdim=True)
-    v = ((row_var * (rstd * gain).square()).reshape(groups) + (centre - m).square()).mean(2, keepdim=True)
+    v = ((row_var * (rstd * gain).square()).reshape(groups) + (centre - m).square()).mean(
+        2, keepdim=True
+    )
     # At t = 0 the moments do not count, not even where they overflow.
     m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
     k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
@@ -128,10 +160,11 @@ def _group_affine(
 
 
 class _GroupAffine(torch.autograd.Function):
-    """y = x * scale + shift per sample and channel, with the closed-form derivative through the group moments.
+    """y = x * scale + shift per sample and channel, with the closed-form derivative through the
+    group moments.
 
-    With gain a, k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma / a, means over sample
-    and group:
+    With gain a, k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma /
+    a, means over sample and group:
 
         d x' = k * (g^ - t * mean(g^) - t * k * (x' - m) * mean(g^ * x^))
     """
@@ -146,12 +179,15 @@ class _GroupAffine(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, t, mean, rstd, gain, gamma, m, k = ctx.saved_tensors  # m of the group, over the channel's gain
+        x, t, mean, rstd, gain, gamma, m, k = (
+            ctx.saved_tensors
+        )  # m of the group, over the channel's gain
         dims = tuple(range(2, x.ndim))
         grad = grads[0]
         sum_g = grad.sum(dims, dtype=k.dtype)
         centred = torch.addcmul(k.new_zeros(1), grad, x).sum(dims) - mean * sum_g
-        sum_gx = (centred * rstd - t * m * sum_g) * k  # of grad * x^
+        # of grad * x^
+        sum_gx = (centred * rstd - t * m * sum_g) * k
         dx = None
         if ctx.needs_input_grad[0]:
             groups = len(m), ctx.num_groups, m.shape[1] // ctx.num_groups
@@ -161,41 +197,55 @@ class _GroupAffine(torch.autograd.Function):
                 means = (sums * gamma).view(groups).sum(2, keepdim=True) / size
                 return means.expand(groups).reshape(k.shape)
 
-            slope = -t * (k * gain).square() * group_mean(sum_gx)  # of the gradient in (x - mean) * rstd
+            slope = (
+                -t * (k * gain).square() * group_mean(sum_gx)
+            )  # of the gradient in (x - mean) * rstd
             shift = -t * k * gain * group_mean(sum_g / gain) - slope * (mean * rstd + m)
-            dx = torch.addcmul(channel_view(shift * rstd, x), x, channel_view(slope * rstd.square(), x))
+            dx = torch.addcmul(
+                channel_view(shift * rstd, x), x, channel_view(slope * rstd.square(), x)
+            )
             dx = _affine(x, dx, grad, k * gamma * rstd)
         return dx, *needed(ctx, 1, (sum_gx.sum(0), sum_g.sum(0))), None, None, None, None
 
 
 def _affine(like: Tensor, shift: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """Return x * scale + shift for (N, C) tables, computed in their type, in the type and memory format of `like`."""
+    """Return x * scale + shift for (N, C) tables, computed in their type, in the type and memory
+    format of `like`.
+    """
     values = channel_view(shift, x) if shift.ndim == 2 else shift, x, channel_view(scale, x)
-    return torch.addcmul(*values, out=torch.empty_like(like)) if fits(like) else torch.addcmul(*values).to(like.dtype)
+    return (
+        torch.addcmul(*values, out=torch.empty_like(like))
+        if fits(like)
+        else torch.addcmul(*values).to(like.dtype)
+    )
 
 
 @torch.no_grad()
 def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
-    """Return the gain, (C,), by which channels count in their group's variance as |gamma|: sqrt(|gamma| / group mean).
+    """Return the gain, (C,), by which channels count in their group's variance as |gamma|:
+    sqrt(|gamma| / group mean).
 
-    A trained network has switched off some of its channels by their gamma. What passes through those says nothing about
-    the scale of what the next layer sees, yet would count in full. Every channel counts for a hundredth of the mean at
-    least, so that training may bring it back.
+    A trained network has switched off some of its channels by their gamma. What passes through
+    those says nothing about the scale of what the next layer sees, yet would count in full. Every
+    channel counts for a hundredth of the mean at least, so that training may bring it back.
     """
     if weight is None:
         return None
     power = weight.double().abs().view(num_groups, -1)
     power = power.clamp_min(0.01 * power.mean(1, keepdim=True))
-    power = torch.where(power > 0, power, 1.0)  # a group that is off as a whole
+    # a group that is off as a whole
+    power = torch.where(power > 0, power, 1.0)
     return (power / power.mean(1, keepdim=True)).sqrt().flatten().to(weight.dtype)
 
 
 @torch.no_grad()
 def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_groups: int) -> float:
-    """BatchNorm's eps as it counts in standardized units, so that a group's variance and eps add up to one on average.
+    """BatchNorm's eps as it counts in standardized units, so that a group's variance and eps add up
+    to one on average.
 
-    Standardizing leaves a channel var / (var + eps) of variance, little where the channel is nearly dead. GroupNorm
-    with BatchNorm's own eps would scale what is left up again, and the network with it.
+    Standardizing leaves a channel var / (var + eps) of variance, little where the channel is nearly
+    dead. GroupNorm with BatchNorm's own eps would scale what is left up again, and the network with
+    it.
     """
     if running_var.is_meta:
         return eps
@@ -205,13 +255,15 @@ def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_grou
 
 
 class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
-    """GroupNorm of an input that was standardized with a BatchNorm's running statistics; see `migrated_group_norm`.
+    """GroupNorm of an input that was standardized with a BatchNorm's running statistics; see
+    `migrated_group_norm`.
 
-    Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the other. The buffers are
-    constants. So are `gain`, (C,), which starts at ones (see `group_gain`), and `eps` and `group_eps`, 0-dim tensors. A
-    conversion computes gain and group_eps from the source's statistics; so does loading the source's checkpoint.
-    `eps` is the BatchNorm's own, as expected by code that reads the layer's tensors. No sample influences another;
-    training and evaluation compute the same function.
+    Parameters and buffers have BatchNorm's names, so a checkpoint of either layer loads into the
+    other. The buffers are constants. So are `gain`, (C,), which starts at ones (see `group_gain`),
+    and `eps` and `group_eps`, 0-dim tensors. A conversion computes gain and group_eps from the
+    source's statistics; so does loading the source's checkpoint. `eps` is the BatchNorm's own, as
+    expected by code that reads the layer's tensors. No sample influences another; training and
+    evaluation compute the same function.
 
     Args:
         num_groups: Number of groups G; 1 normalizes each whole sample.
@@ -274,11 +326,18 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         affine = self.running_mean, self.running_var, self.weight, self.bias
-        options = {"strength": self.strength, "eps": self.group_eps, "source_eps": self.eps, "gain": self.gain}
+        options = {
+            "strength": self.strength,
+            "eps": self.group_eps,
+            "source_eps": self.eps,
+            "gain": self.gain,
+        }
         return migrated_group_norm(x, self.num_groups, *affine, **options)
 
     def input_affine(self) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift: standardization and gain."""
+        """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift: standardization
+        and gain.
+        """
         scale = torch.rsqrt(self.running_var.double() + self.eps) * self.gain.double()
         return scale, -self.running_mean.double() * scale
 
@@ -288,17 +347,25 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
     def bakeable(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two where `weight` has gamma's sign, else gamma and beta (if gamma is 0, only beta counts)."""
+        """Return the two where `weight` has gamma's sign, else gamma and beta (if gamma is 0, only
+        beta counts).
+        """
         gamma, beta = self.weight.view_as(weight), self.bias.view_as(bias)
         able = weight * gamma > 1e-3 * gamma.square()
         return torch.where(able, weight, gamma), torch.where(able, bias, beta)
 
     def bake(self, weight: Tensor, bias: Tensor) -> None:
-        """Store the two in the running statistics; gamma and beta stay, for a ProxyNorm behind the layer reads them."""
+        """Store the two in the running statistics; gamma and beta stay, for a ProxyNorm behind the
+        layer reads them.
+        """
         self.set_strength(0.0)
-        gamma, beta, weight, bias = (values.double().flatten() for values in (self.weight, self.bias, weight, bias))
+        gamma, beta, weight, bias = (
+            values.double().flatten() for values in (self.weight, self.bias, weight, bias)
+        )
         off = gamma == 0
-        rstd = torch.rsqrt(self.running_var.double() + self.eps) * torch.where(off, 1.0, weight / gamma)
+        rstd = torch.rsqrt(self.running_var.double() + self.eps) * torch.where(
+            off, 1.0, weight / gamma
+        )
         shift = torch.where(off, 0.0, (bias - beta) / (gamma * rstd))
         self.running_mean.copy_(self.running_mean.double() - shift)
         self.running_var.copy_(rstd.square().reciprocal())
@@ -310,28 +377,38 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         scale, shift = self.input_affine()
         weight = self._group_weight()
         bias = torch.zeros_like(weight) if self.bias is None else self.bias.detach()
-        form = MigratedForm(self.num_groups, float(self.group_eps), float(self.strength), weight, bias)
+        form = MigratedForm(
+            self.num_groups, float(self.group_eps), float(self.strength), weight, bias
+        )
         return [ConstantNorm(self.running_mean, scale, torch.zeros_like(shift)), form]
 
     def _group_weight(self) -> Tensor:
         return (1.0 if self.weight is None else self.weight.detach().double()) / self.gain.double()
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return the constants, and the layer behind them: group normalization at strength 1, gamma and beta at 0."""
+        """Return the constants, and the layer behind them: group normalization at strength 1, gamma
+        and beta at 0.
+        """
         t = float(self.strength)
         if t == 0:
             return super().plain_layer()
         if t != 1:
-            raise no_plain_layer(f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)")
+            raise no_plain_layer(
+                f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)"
+            )
         weight = self.weight
         like, trained = (self.gain, False) if weight is None else (weight, weight.requires_grad)
         new = self._group_norm()
         new.weight = nn.Parameter(self._group_weight().to(like.dtype), requires_grad=trained)
         new.register_parameter("bias", self.bias)
-        return self.input_affine(), named_sequence(OrderedDict(norm=new), self) if type(new) is nn.GroupNorm else new
+        return self.input_affine(), named_sequence(OrderedDict(norm=new), self) if type(
+            new
+        ) is nn.GroupNorm else new
 
     def _group_norm(self) -> Any:
-        return nn.GroupNorm(self.num_groups, self.num_channels, float(self.group_eps), device="meta")
+        return nn.GroupNorm(
+            self.num_groups, self.num_channels, float(self.group_eps), device="meta"
+        )
 
     def extra_repr(self) -> str:
         tensors = [shown(name, getattr(self, name)) for name in ("eps", "group_eps", "strength")]
@@ -339,10 +416,19 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the source's checkpoint: with no `gain` in it, gain and group_eps are settled by what it holds."""
-        weight, var = (state_dict.get(prefix + name, getattr(self, name)) for name in ("weight", "running_var"))
-        defaults = {name: getattr(self, name).detach().clone() for name in ("gain", "eps", "group_eps")}
-        fits = all(t is None or (t.shape == self.gain.shape and not t.is_meta) for t in (weight, var, self.gain))
+        """Accept the source's checkpoint: with no `gain` in it, gain and group_eps are settled by
+        what it holds.
+        """
+        weight, var = (
+            state_dict.get(prefix + name, getattr(self, name)) for name in ("weight", "running_var")
+        )
+        defaults = {
+            name: getattr(self, name).detach().clone() for name in ("gain", "eps", "group_eps")
+        }
+        fits = all(
+            t is None or (t.shape == self.gain.shape and not t.is_meta)
+            for t in (weight, var, self.gain)
+        )
         if prefix + "gain" not in state_dict and fits:
             gain = group_gain(weight, self.num_groups)
             defaults["gain"] = torch.ones_like(self.gain) if gain is None else gain
@@ -353,10 +439,14 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
 
 
 class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
-    """Migrated group normalization, then `drop` and `act`: the counterpart of timm's BatchNormAct2d."""
+    """Migrated group normalization, then `drop` and `act`: the counterpart of timm's
+    BatchNormAct2d.
+    """
 
     def _group_norm(self) -> Any:
-        if any(True for _ in self.act.buffers()):  # constants, which are better not inside a layer that is trained
+        if any(
+            True for _ in self.act.buffers()
+        ):  # constants, which are better not inside a layer that is trained
             return super()._group_norm()
         from timm.layers import GroupNormAct
 

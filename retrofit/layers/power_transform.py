@@ -1,12 +1,15 @@
-"""The Yeo-Johnson power transform, and the estimate of its lambda (Eftekhari & Papyan 2025, eq. 3 and section 4.1).
+"""The Yeo-Johnson power transform, and the estimate of its lambda (Eftekhari & Papyan 2025, eq. 3
+and section 4.1).
 
-lambda is the maximum-likelihood estimate by Newton's method from lambda = 1. The paper's single step divides by L'',
-which trained channels can make tiny or negative, and takes the set's variance to be one, which it is not where eps is
-comparable to it. Here L' and L'' hold for any variance, L'' is floored, and the step is bounded so that no value of the
-set is stretched by more than exp(`LOG_STRETCH`). On well-behaved sets (a Gaussian has L'' = 0.58) neither bound acts,
-and the estimate is the paper's.
+lambda is the maximum-likelihood estimate by Newton's method from lambda = 1. The paper's single
+step divides by L'', which trained channels can make tiny or negative, and takes the set's variance
+to be one, which it is not where eps is comparable to it. Here L' and L'' hold for any variance, L''
+is floored, and the step is bounded so that no value of the set is stretched by more than
+exp(`LOG_STRETCH`). On well-behaved sets (a Gaussian has L'' = 0.58) neither bound acts, and the
+estimate is the paper's.
 
-Throughout, with s = sign(h), a = |h|, l = log(1 + a) and p = 1 + s * (lambda - 1), both branches of eq. 3 read
+Throughout, with s = sign(h), a = |h|, l = log(1 + a) and p = 1 + s * (lambda - 1), both branches of
+eq. 3 read
 
     psi = s * (exp(p * l) - 1) / p        s * l at p = 0
 
@@ -27,21 +30,28 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers.transforms import transformed
 
-MIN_CURVATURE = 0.1  # floor of L''
-LOG_STRETCH = 4.0  # log of the most that the step may stretch a value of the set
-TINY = 1e-30  # stands for zero where it is divided by
+# floor of L''
+MIN_CURVATURE = 0.1
+# log of the most that the step may stretch a value of the set
+LOG_STRETCH = 4.0
+# stands for zero where it is divided by
+TINY = 1e-30
 _SERIES_RADIUS = 0.5
-_SERIES_TERMS = 12  # 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64
+_SERIES_TERMS = (
+    # 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64
+    12
+)
 
 
 def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
     """Apply the Yeo-Johnson power transform.
 
-    `expm1` and `log1p` keep it exact near lmbda = 0 and 2, where the formula would divide by 0, and the identity (up to
-    rounding) at lmbda = 1. It is twice continuously differentiable in h and strictly increasing in both arguments.
+    `expm1` and `log1p` keep it exact near lmbda = 0 and 2, where the formula would divide by 0, and
+    the identity (up to rounding) at lmbda = 1. It is twice continuously differentiable in h and
+    strictly increasing in both arguments.
 
-    `h` holds standardized values of any shape; `lmbda`, the parameter, broadcasts to it. The result has the shape and
-    dtype that the two broadcast to.
+    `h` holds standardized values of any shape; `lmbda`, the parameter, broadcasts to it. The result
+    has the shape and dtype that the two broadcast to.
     """
     if transformed():
         s, p, log = _power_and_log(h, lmbda)
@@ -53,11 +63,14 @@ def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
 def _power_and_log(h: Tensor, lmbda: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return s (+1 at zero), p and l."""
     s = torch.where(h < 0, -1.0, 1.0).to(h.dtype)
-    return s, 1 + s * (lmbda - 1), torch.log1p(s * h)  # s * h is |h| with a derivative at zero
+    # s * h is |h| with a derivative at zero
+    return s, 1 + s * (lmbda - 1), torch.log1p(s * h)
 
 
 def _relative_growth(u: Tensor) -> Tensor:
-    """Return expm1(u) / u, by series near 0, so that autograd differentiates it there too, as often as asked."""
+    """Return expm1(u) / u, by series near 0, so that autograd differentiates it there too, as often
+    as asked.
+    """
     small = u.abs() < _SERIES_RADIUS
     v, w = torch.where(small, u, 0.0), torch.where(small, 1.0, u)
     series = torch.zeros_like(v)
@@ -67,7 +80,9 @@ def _relative_growth(u: Tensor) -> Tensor:
 
 
 def lmbda_derivative(u: Tensor, log: Tensor, growth: Tensor) -> Tensor:
-    """Return d psi / d lmbda = l^2 * (exp(u) * (u - 1) + 1) / u^2, u = p * l, growth = expm1(u); by series near 0."""
+    """Return d psi / d lmbda = l^2 * (exp(u) * (u - 1) + 1) / u^2, u = p * l, growth = expm1(u); by
+    series near 0.
+    """
     small = u.abs() < _SERIES_RADIUS
     v = torch.where(small, u, 0.0)
     series = torch.full_like(v, 1 / (math.factorial(_SERIES_TERMS) * (_SERIES_TERMS + 2)))
@@ -90,17 +105,25 @@ class _YeoJohnson(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         h, lmbda = ctx.saved_tensors
         _, p, log = _power_and_log(h, lmbda)
-        grad_h = (grads[0] * torch.exp((p - 1) * log)).sum_to_size(h.shape) if ctx.needs_input_grad[0] else None
+        grad_h = (
+            (grads[0] * torch.exp((p - 1) * log)).sum_to_size(h.shape)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         grad_lmbda = None
         if ctx.needs_input_grad[1]:
             u = p * log
-            grad_lmbda = (grads[0] * lmbda_derivative(u, log, torch.expm1(u))).sum_to_size(lmbda.shape)
+            grad_lmbda = (grads[0] * lmbda_derivative(u, log, torch.expm1(u))).sum_to_size(
+                lmbda.shape
+            )
         return grad_h, grad_lmbda
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """Reduce over `dims`, kept as size one, and the ranks of `group`, whose shares of a set may be unequal."""
+    """Reduce over `dims`, kept as size one, and the ranks of `group`, whose shares of a set may be
+    unequal.
+    """
 
     dims: tuple[int, ...]
     group: ProcessGroup | None = None
@@ -116,7 +139,9 @@ class Reductions:
             return x.amin(self.dims, True), x.amax(self.dims, True)
         shape = [1 if i in self.dims else size for i, size in enumerate(x.shape)]
         nothing = torch.full(shape, torch.inf, device=x.device, dtype=x.dtype)
-        own = (x.amin(self.dims, True), x.amax(self.dims, True)) if x.numel() else (nothing, -nothing)
+        own = (
+            (x.amin(self.dims, True), x.amax(self.dims, True)) if x.numel() else (nothing, -nothing)
+        )
         return widest(*own, self.group)
 
     def size(self, x: Tensor) -> Tensor | int:
@@ -131,7 +156,9 @@ class Reductions:
 
 
 def average(sums: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    """Means over `group` of quantities of which each rank has the sums, stacked, over its `count` values."""
+    """Means over `group` of quantities of which each rank has the sums, stacked, over its `count`
+    values.
+    """
     packed = torch.cat([sums, torch.full_like(sums[:1], count)])
     dist.all_reduce(packed, group=group)
     return packed[:-1] / packed[-1]
@@ -145,8 +172,8 @@ def widest(low: Tensor, high: Tensor, group: ProcessGroup) -> tuple[Tensor, Tens
 
 
 class StepGradient(NamedTuple):
-    """Derivatives of the step with respect to a set's moments, which are the means m1 of s * l, m2 of h * d, m3 of d,
-    m45 of a * e + d^2, and v of h^2.
+    """Derivatives of the step with respect to a set's moments, which are the means m1 of s * l, m2
+    of h * d, m3 of d, m45 of a * e + d^2, and v of h^2.
     """
 
     by_m1: Tensor
@@ -156,12 +183,15 @@ class StepGradient(NamedTuple):
     by_v: Tensor
 
 
-def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> tuple[Tensor, StepGradient]:
-    """Return the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance), within its bounds,
-    and its derivatives, zero where a bound holds it.
+def first_step(
+    h: Tensor, over: Reductions, log: Tensor | None = None
+) -> tuple[Tensor, StepGradient]:
+    """Return the Newton step from lambda = 1 in closed form (paper's appendix D, for any variance),
+    within its bounds, and its derivatives, zero where a bound holds it.
 
-    With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 * r^2 and step = -L' / L''. `h` has mean zero and
-    variance at most one over each set, and `log` is log(1 + |h|). Autograd may follow, at h = 0 too, if it is left out.
+    With r = m2 / v and b = (m45 - m3^2) / v, L' = r - m1, L'' = b - 2 * r^2 and step = -L' / L''.
+    `h` has mean zero and variance at most one over each set, and `log` is log(1 + |h|). Autograd
+    may follow, at h = 0 too, if it is left out.
     """
     if log is None:
         a = torch.where(h < 0, -h, h)
@@ -181,8 +211,10 @@ def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> tuple[
     unbounded = -slope / curvature
     step = unbounded.clamp(*bounds)
     free, curved = (unbounded == step).to(h.dtype), (bend > MIN_CURVATURE).to(h.dtype)
-    by_slope = -free / curvature  # d step / d L' = -1 / L''
-    by_curvature = free * curved * slope / curvature**2  # d step / d L'' = L' / L''^2
+    # d step / d L' = -1 / L''
+    by_slope = -free / curvature
+    # d step / d L'' = L' / L''^2
+    by_curvature = free * curved * slope / curvature**2
     return step, StepGradient(
         by_m1=-by_slope,
         by_m2=(by_slope - 4 * by_curvature * r) / v,
@@ -193,21 +225,29 @@ def first_step(h: Tensor, over: Reductions, log: Tensor | None = None) -> tuple[
 
 
 def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of lambda - 1 that keep d psi / d h = exp(s * (lambda - 1) * l) below exp(`LOG_STRETCH`) on [low, high]:
-    lambda > 1 stretches the positive side, lambda < 1 the negative one.
+    """Bounds of lambda - 1 that keep d psi / d h = exp(s * (lambda - 1) * l) below
+    exp(`LOG_STRETCH`) on [low, high]: lambda > 1 stretches the positive side, lambda < 1 the
+    negative one.
     """
-    return -LOG_STRETCH / torch.log1p((-low).clamp_min(TINY)), LOG_STRETCH / torch.log1p(high.clamp_min(TINY))
+    return -LOG_STRETCH / torch.log1p((-low).clamp_min(TINY)), LOG_STRETCH / torch.log1p(
+        high.clamp_min(TINY)
+    )
 
 
 def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: StepGradient) -> Tensor:
-    """Return N * d step / d h for every element of sets of N values, h's own dependence on the input aside: the chain
-    rule over the moments. Each derivative below is of what its moment is the mean of; `log` is log(1 + a), and
-    `inverse`, 1 / (1 + a), is d (s * l) / d h.
+    """Return N * d step / d h for every element of sets of N values, h's own dependence on the
+    input aside: the chain rule over the moments. Each derivative below is of what its moment is the
+    mean of; `log` is log(1 + a), and `inverse`, 1 / (1 + a), is d (s * l) / d h.
     """
     a_log = a * log
-    grown = log + a_log  # (1 + a) * l
+    # (1 + a) * l
+    grown = log + a_log
     d = grown - a
-    dm2 = d + a_log  # d (h * d) / d h
-    dm45 = grown * log - 2 * d + log * (a_log + 2 * d)  # d (a * e + d^2) / d a
-    even = by.by_m45 * dm45 + by.by_m3 * log  # of even functions of h, whose derivatives take its sign; d d / d a = l
+    # d (h * d) / d h
+    dm2 = d + a_log
+    # d (a * e + d^2) / d a
+    dm45 = grown * log - 2 * d + log * (a_log + 2 * d)
+    even = (
+        by.by_m45 * dm45 + by.by_m3 * log
+    )  # of even functions of h, whose derivatives take its sign; d d / d a = l
     return by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h + torch.where(h < 0, -even, even)

@@ -18,39 +18,50 @@ from retrofit.layers.kernels.eager import compute_dtype
 
 
 class ProxyNorm(StrengthMixin):
-    """An elementwise activation, normalized by the moments that it would have on a Gaussian proxy of its input.
+    """An elementwise activation, normalized by the moments that it would have on a Gaussian proxy
+    of its input.
 
-    Let y be the output of a normalization layer before its affine part, and gamma and beta that affine part. Per
-    channel, the activation step phi(gamma * y + beta) becomes:
+    Let y be the output of a normalization layer before its affine part, and gamma and beta that
+    affine part. Per channel, the activation step phi(gamma * y + beta) becomes:
 
         z = (phi(gamma * y + beta) - E_p) / sqrt(Var_p + eps)
-        E_p, Var_p = mean and variance of phi(gamma * Y + beta),  Y ~ N(proxy_bias, (1 + proxy_scale)^2)
+        E_p, Var_p = mean and variance of phi(gamma * Y + beta),  Y ~ N(proxy_bias, (1 +
+        proxy_scale)^2)
 
-    E_p and Var_p are computed on `samples` values of Y, uniform in probability, in at least float32. They depend only
-    on parameters, so training and evaluation compute the same function and no sample influences another. Gradients
-    reach gamma, beta, `proxy_bias` and `proxy_scale` through E_p and Var_p. Nothing is kept between calls.
+    E_p and Var_p are computed on `samples` values of Y, uniform in probability, in at least
+    float32. They depend only on parameters, so training and evaluation compute the same function
+    and no sample influences another. Gradients reach gamma, beta, `proxy_bias` and `proxy_scale`
+    through E_p and Var_p. Nothing is kept between calls.
 
-    gamma and beta belong to the preceding layer, `norm`, and stay registered there. ProxyNorm holds a plain
-    reference to that layer, which `nn.Module` does not register, and reads `norm.weight` and `norm.bias` on every call.
-    An unmodified model can keep calling `act(x)`, and copying or pickling the model keeps the pair together. If you
-    replace the norm, call `follow` with the new one. `nn.DataParallel`, which copies modules one by one, is not
-    supported; DistributedDataParallel is.
+    gamma and beta belong to the preceding layer, `norm`, and stay registered there. ProxyNorm holds
+    a plain reference to that layer, which `nn.Module` does not register, and reads `norm.weight`
+    and `norm.bias` on every call. An unmodified model can keep calling `act(x)`, and copying or
+    pickling the model keeps the pair together. If you replace the norm, call `follow` with the new
+    one. `nn.DataParallel`, which copies modules one by one, is not supported;
+    DistributedDataParallel is.
 
-    Two options, not in the paper, are for networks trained without ProxyNorm; the default is the paper's layer:
+    Two options, not in the paper, are for networks trained without ProxyNorm; the default is the
+    paper's layer:
 
-    - `strength` t blends z with the plain activation, phi + t * (z - phi): the activation itself at t = 0, z at t = 1.
-    - `restore` gives back what was removed: z * restore_scale + restore_shift, with sqrt(Var_p + eps) and E_p as they
-      were when `seed_restore` was last called. The step is the plain activation until gamma or beta changes. From then
-      on, each channel keeps the mean and scale that the next layer was trained for.
+    - `strength` t blends z with the plain activation, phi + t * (z - phi): the activation itself at
+    t = 0, z at t = 1.
+    - `restore` gives back what was removed: z * restore_scale + restore_shift, with sqrt(Var_p +
+    eps) and E_p as they
+      were when `seed_restore` was last called. The step is the plain activation until gamma or beta
+      changes. From then on, each channel keeps the mean and scale that the next layer was trained
+      for.
 
     Args:
-        activation: Elementwise module or function. Parameters per channel (PReLU) are evaluated per channel.
+        activation: Elementwise module or function. Parameters per channel (PReLU) are evaluated per
+            channel.
         num_features: Number of channels C.
-        norm: Layer whose `weight` and `bias` (each of C elements, or None) are gamma and beta; None if the activation
-            follows a normalization without an affine part. See `follow`.
+        norm: Layer whose `weight` and `bias` (each of C elements, or None) are gamma and beta; None
+            if the activation follows a normalization without an affine part. See `follow`.
         eps: Added to Var_p. The paper found values below 0.03 harmful.
-        params: Whether to learn `proxy_bias` and `proxy_scale`, both zero at first. The paper applies weight decay.
-        scale: Whether to divide by sqrt(Var_p + eps). False only subtracts E_p, as before the final pooling.
+        params: Whether to learn `proxy_bias` and `proxy_scale`, both zero at first. The paper
+            applies weight decay.
+        scale: Whether to divide by sqrt(Var_p + eps). False only subtracts E_p, as before the final
+            pooling.
         restore: Whether to give back what was removed (see above), seeded at construction.
         samples: Number of proxy samples, 256 in the paper.
         channel_dim: Dimension of the channels: 1 for (N, C, *), -1 for (N, *, C).
@@ -59,11 +70,12 @@ class ProxyNorm(StrengthMixin):
         dtype: Type of parameters; buffers have at least float32.
 
     Shape:
-        Input (N, C, *) or (N, *, C) with at least 2 dimensions; the output has that shape and the activation's type.
+        Input (N, C, *) or (N, *, C) with at least 2 dimensions; the output has that shape and the
+        activation's type.
 
     Raises:
-        ValueError: If an argument is out of range, `norm` does not have C channels, or the activation is not
-            elementwise.
+        ValueError: If an argument is out of range, `norm` does not have C channels, or the
+            activation is not elementwise.
     """
 
     proxy_bias: nn.Parameter | None
@@ -96,13 +108,20 @@ class ProxyNorm(StrengthMixin):
             raise ValueError(f"channel_dim must be 1 or -1, got {channel_dim}")
         self.activation, self.num_features, self.channel_dim = activation, num_features, channel_dim
         self.eps, self.scale, self.samples = eps, scale, samples
-        self._norm: tuple[nn.Module, ...] = ()  # in a tuple, out of nn.Module's sight
+        # in a tuple, out of nn.Module's sight
+        self._norm: tuple[nn.Module, ...] = ()
         for name in ("proxy_bias", "proxy_scale"):
-            value = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype)) if params else None
+            value = (
+                nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
+                if params
+                else None
+            )
             self.register_parameter(name, value)
         exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, present in (("restore_scale", restore and scale), ("restore_shift", restore)):
-            self.register_buffer(name, torch.empty(num_features, device=device, dtype=exact) if present else None)
+            self.register_buffer(
+                name, torch.empty(num_features, device=device, dtype=exact) if present else None
+            )
         self._register_options(device, strength=strength)
         hold_settings(self, {"scale": bool}, device)
         if isinstance(activation, nn.Module) and activation.state_dict():
@@ -117,7 +136,8 @@ class ProxyNorm(StrengthMixin):
         return self._norm[0] if self._norm else None
 
     def follow(self, norm: nn.Module | None) -> None:
-        """Read gamma and beta from `norm.weight` and `norm.bias` from now on; either may be None or absent.
+        """Read gamma and beta from `norm.weight` and `norm.bias` from now on; either may be None or
+        absent.
 
         Raises:
             ValueError: If one of them does not hold one value per channel.
@@ -125,12 +145,16 @@ class ProxyNorm(StrengthMixin):
         for name in ("weight", "bias"):
             value = getattr(norm, name, None)
             if value is not None and tuple(value.shape) != (self.num_features,):
-                raise ValueError(f"norm.{name} is {tuple(value.shape)}, ProxyNorm needs ({self.num_features},)")
+                raise ValueError(
+                    f"norm.{name} is {tuple(value.shape)}, ProxyNorm needs ({self.num_features},)"
+                )
         self._norm = () if norm is None else (norm,)
 
     @torch.no_grad()
     def seed_restore(self) -> None:
-        """Store sqrt(Var_p + eps) and E_p of the current gamma and beta, which `restore` gives back from now on."""
+        """Store sqrt(Var_p + eps) and E_p of the current gamma and beta, which `restore` gives back
+        from now on.
+        """
         if self.restore_shift is None:
             raise ValueError("this ProxyNorm has no restoring affine; build it with restore=True")
         mean, std = self.moments(self.restore_shift.dtype)
@@ -139,9 +163,13 @@ class ProxyNorm(StrengthMixin):
             self.restore_scale.copy_(std)
 
     def _affine(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return gamma and beta as they are now; refuse a gamma that is sharded apart from this module."""
+        """Return gamma and beta as they are now; refuse a gamma that is sharded apart from this
+        module.
+        """
         gamma, beta = (getattr(self.norm, name, None) for name in ("weight", "bias"))
-        if type(gamma).__name__ == "DTensor":  # to import its class takes longer than to import this package
+        if (
+            type(gamma).__name__ == "DTensor"
+        ):  # to import its class takes longer than to import this package
             raise RetrofitError(
                 "ProxyNorm reads gamma and beta of the norm before it, which are sharded apart from it; "
                 "call fully_shard on the block that holds both, not on the norm"
@@ -149,7 +177,9 @@ class ProxyNorm(StrengthMixin):
         return gamma, beta
 
     def moments(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the current gamma and beta."""
+        """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the current gamma
+        and beta.
+        """
         gamma, beta = self._affine()
         device = self._code.device
         scale = torch.ones(self.num_features, device=device, dtype=dtype)
@@ -162,39 +192,66 @@ class ProxyNorm(StrengthMixin):
             shift = shift + beta.to(dtype)
         steps = torch.arange(self.samples, device=device, dtype=dtype)
         quantiles = (2**0.5) * torch.erfinv((2 * steps + 1) / self.samples - 1)
-        # Samples on dimension 0 and, for channels first, two dimensions behind: parameters of the activation broadcast
-        # as they do on (N, C, H, W), whether they are (C,) of PReLU's own kind or (C, 1, 1).
+        # Samples on dimension 0 and, for channels first, two dimensions behind: parameters of the
+        # activation broadcast as they do on (N, C, H, W), whether they are (C,) of PReLU's own kind
+        # or (C, 1, 1).
         behind = (1, 1) if self.channel_dim == 1 else ()
-        proxy = torch.addcmul(shift.view(-1, *behind), quantiles.view(-1, 1, *behind), scale.view(-1, *behind))
+        proxy = torch.addcmul(
+            shift.view(-1, *behind), quantiles.view(-1, 1, *behind), scale.view(-1, *behind)
+        )
         shape = proxy.shape
         # Under autocast some activations, PReLU among them, would drop to half.
         with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
             phi = self._activated(proxy)
         if phi.shape != shape:
-            raise ValueError(f"the activation is not elementwise: it maps {tuple(shape)} to {tuple(phi.shape)}")
+            raise ValueError(
+                f"the activation is not elementwise: it maps {tuple(shape)} to {tuple(phi.shape)}"
+            )
         mean = phi.mean(0, keepdim=True)
         return mean.flatten(), ((phi - mean).square().mean(0).flatten() + self.eps).sqrt()
 
     def _activated(self, proxy: Tensor) -> Tensor:
-        """Apply the activation with its own parameters in the type of `proxy`, which some do not mix with another."""
+        """Apply the activation with its own parameters in the type of `proxy`, which some do not
+        mix with another.
+        """
         if not isinstance(self.activation, nn.Module):
             return self.activation(proxy)
         own = itertools.chain(self.activation.named_parameters(), self.activation.named_buffers())
-        cast = {n: t.to(proxy.dtype) for n, t in own if t.is_floating_point() and t.dtype != proxy.dtype}
-        return torch.func.functional_call(self.activation, cast, (proxy,)) if cast else self.activation(proxy)
+        cast = {
+            n: t.to(proxy.dtype) for n, t in own if t.is_floating_point() and t.dtype != proxy.dtype
+        }
+        return (
+            torch.func.functional_call(self.activation, cast, (proxy,))
+            if cast
+            else self.activation(proxy)
+        )
 
     def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return (scale, shift), each (C,): at its current strength, the layer computes phi * scale + shift."""
+        """Return (scale, shift), each (C,): at its current strength, the layer computes phi * scale
+        + shift.
+        """
         mean, std = self.moments(dtype)
         scale = torch.ones_like(mean)
         if self.scale:
-            scale = std.reciprocal() if self.restore_scale is None else self.restore_scale.to(dtype) / std
-        shift = -scale * mean if self.restore_shift is None else self.restore_shift.to(dtype) - scale * mean
+            scale = (
+                std.reciprocal()
+                if self.restore_scale is None
+                else self.restore_scale.to(dtype) / std
+            )
+        shift = (
+            -scale * mean
+            if self.restore_shift is None
+            else self.restore_shift.to(dtype) - scale * mean
+        )
         t = self.strength.to(dtype)
         return torch.lerp(torch.ones_like(scale), scale, t), t * shift
 
     def source_layer(self) -> nn.Module:
-        return self.activation if isinstance(self.activation, nn.Module) else FunctionModule(self.activation)
+        return (
+            self.activation
+            if isinstance(self.activation, nn.Module)
+            else FunctionModule(self.activation)
+        )
 
     def _form(self) -> list[nn.Module]:
         scale, shift = self.constants(torch.float64)
@@ -204,20 +261,30 @@ class ProxyNorm(StrengthMixin):
 
     @torch.no_grad()
     def plain_layer(self) -> tuple[None, nn.Module]:
-        """Return the activation, followed by its current normalization as constants that are not trained."""
+        """Return the activation, followed by its current normalization as constants that are not
+        trained.
+        """
         scale, shift = self.constants(torch.float64)
         like = self.strength if self.restore_shift is None else self.restore_shift
         affine = ConstantAffine(scale.to(like.dtype), shift.to(like.dtype), self.channel_dim)
         return None, nn.Sequential(OrderedDict(act=self.source_layer(), affine=affine))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return phi(x), proxy-normalized; `x` is the output of the norm, with gamma and beta applied."""
+        """Return phi(x), proxy-normalized; `x` is the output of the norm, with gamma and beta
+        applied.
+        """
         if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
             where = f"dimension {self.channel_dim} of {tuple(x.shape)}"
             raise ValueError(f"ProxyNorm expects {self.num_features} channels in {where}")
         kind = channelwise.known(self.activation)
         if kind is not None:
-            tensors = *self._affine(), self.proxy_scale, self.proxy_bias, self.restore_scale, self.restore_shift
+            tensors = (
+                *self._affine(),
+                self.proxy_scale,
+                self.proxy_bias,
+                self.restore_scale,
+                self.restore_shift,
+            )
             layout = channelwise.layout_of(x, *tensors, channel_dim=self.channel_dim)
             if layout is not None:
                 constants = kind, self.eps, float(self.strength), self.scale, self.samples
@@ -237,14 +304,26 @@ class ProxyNorm(StrengthMixin):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse tensors for the activation under its old names, as functional_call with a state dict sets them."""
+        """Refuse tensors for the activation under its old names, as functional_call with a state
+        dict sets them.
+        """
         activation = vars(self).get("_modules", {}).get("activation")
-        if isinstance(value, Tensor) and activation is not None and isinstance(getattr(activation, name, None), Tensor):
-            raise AttributeError(f"ProxyNorm holds no {name}; name it activation.{name}, as named_parameters() does")
+        if (
+            isinstance(value, Tensor)
+            and activation is not None
+            and isinstance(getattr(activation, name, None), Tensor)
+        ):
+            raise AttributeError(
+                f"ProxyNorm holds no {name}; name it activation.{name}, as named_parameters() does"
+            )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        parts = [f"{self.num_features}, eps={self.eps}", f"params={self.proxy_bias is not None}", f"scale={self.scale}"]
+        parts = [
+            f"{self.num_features}, eps={self.eps}",
+            f"params={self.proxy_bias is not None}",
+            f"scale={self.scale}",
+        ]
         parts += [f"restore={self.restore_shift is not None}", f"channel_dim={self.channel_dim}"]
         if not isinstance(self.activation, nn.Module):
             parts.insert(0, getattr(self.activation, "__name__", repr(self.activation)))

@@ -17,11 +17,13 @@ from retrofit.layers.normality_norm import Statistics, memory_format_of
 
 
 class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
-    """Layer normality normalization over the trailing `normalized_shape`: `torch.nn.LayerNorm`'s counterpart.
+    """Layer normality normalization over the trailing `normalized_shape`: `torch.nn.LayerNorm`'s
+    counterpart.
 
-    lambda is estimated for each set of values normalized together, in training and evaluation (Eftekhari & Papyan 2025,
-    algorithm 1). The arguments are those of torch's layer, `noise` (xi, by default the paper's 1.0), `strength` (t, by
-    default 1), and `noise_kind` and `alpha` of `NormalityMixin`.
+    lambda is estimated for each set of values normalized together, in training and evaluation
+    (Eftekhari & Papyan 2025, algorithm 1). The arguments are those of torch's layer, `noise` (xi,
+    by default the paper's 1.0), `strength` (t, by default 1), and `noise_kind` and `alpha` of
+    `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "LayerNorm"
@@ -44,7 +46,9 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         shape = self.normalized_shape
         if x.shape[x.ndim - len(shape) :] != shape:
-            raise RuntimeError(f"expected input that ends in normalized_shape={list(shape)}, but got {list(x.shape)}")
+            raise RuntimeError(
+                f"expected input that ends in normalized_shape={list(shape)}, but got {list(x.shape)}"
+            )
         return self._by_own_statistics(x)[0]
 
     def _build_source(self, cls: Any) -> nn.Module:
@@ -53,16 +57,22 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         return new
 
     def channel_dims(self, x: Tensor) -> tuple[int, ...]:
-        return super().channel_dims(x) if self.per_channel else tuple(range(x.ndim - len(self.normalized_shape)))
+        return (
+            super().channel_dims(x)
+            if self.per_channel
+            else tuple(range(x.ndim - len(self.normalized_shape)))
+        )
 
     def _sets(self) -> forms.Sets:
         return partial(forms.trailing_sets, len(self.normalized_shape))
 
 
 class LayerNormalNorm2d(LayerNormalNorm):
-    """Layer normality normalization of channels-first maps, (N, C, *): each position is normalized over C.
+    """Layer normality normalization of channels-first maps, (N, C, *): each position is normalized
+    over C.
 
-    The counterpart of timm's and torchvision's LayerNorm2d; keeps the input's memory format. `normalized_shape` is C.
+    The counterpart of timm's and torchvision's LayerNorm2d; keeps the input's memory format.
+    `normalized_shape` is C.
     """
 
     source_name: ClassVar[str] = "LayerNorm2d"
@@ -70,14 +80,18 @@ class LayerNormalNorm2d(LayerNormalNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim < 2 or x.shape[1] != self.normalized_shape[0]:
-            raise RuntimeError(f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}")
+            raise RuntimeError(
+                f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}"
+            )
         return self._by_own_statistics(x)[0]
 
     def _sets(self) -> forms.Sets:
         return forms.channel_sets
 
     def _source_form(self) -> nn.Module:
-        return forms.constants_of(forms.ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self)
+        return forms.constants_of(
+            forms.ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self
+        )
 
 
 class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
@@ -85,15 +99,17 @@ class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
 
 
 class LayerNormalNormAct2d(_ThenActivate, LayerNormalNorm2d):
-    """Channels-first layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct2d."""
+    """Channels-first layer normality normalization, then `drop` and `act`: the counterpart of
+    timm's LayerNormAct2d.
+    """
 
 
 class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     """Group normality normalization over (N, C, *) input: `torch.nn.GroupNorm`'s counterpart.
 
-    lambda is estimated for each sample and group, in training and evaluation (Eftekhari & Papyan 2025, algorithm 1).
-    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength` (t, by default 1),
-    and `noise_kind` and `alpha` of `NormalityMixin`.
+    lambda is estimated for each sample and group, in training and evaluation (Eftekhari & Papyan
+    2025, algorithm 1). The arguments are those of torch's layer, `noise` (xi, by default the
+    paper's 0.4), `strength` (t, by default 1), and `noise_kind` and `alpha` of `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "GroupNorm"
@@ -120,17 +136,27 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         groups = self.num_groups
         if x.ndim < 2 or x.shape[1] % groups:
-            raise RuntimeError(f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}")
+            raise RuntimeError(
+                f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}"
+            )
         if x.numel() == groups and x.shape[0] == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {list(x.shape)}"
+            )
         last = memory_format_of(x)
-        if last != torch.contiguous_format and kernels.fits(x) and kernels.moves(x, x.shape[1] // groups):
+        if (
+            last != torch.contiguous_format
+            and kernels.fits(x)
+            and kernels.moves(x, x.shape[1] // groups)
+        ):
             # Sets in channels_last are stretches of a group's channels.
             return self._by_own_statistics(x.contiguous())[0].contiguous(memory_format=last)
         return self._by_own_statistics(x)[0]
 
     def _build_source(self, cls: Any) -> nn.Module:
-        new: nn.Module = cls(num_groups=self.num_groups, num_channels=self.num_channels, eps=self.eps, device="meta")
+        new: nn.Module = cls(
+            num_groups=self.num_groups, num_channels=self.num_channels, eps=self.eps, device="meta"
+        )
         return new
 
     def _sets(self) -> forms.Sets:
@@ -157,18 +183,26 @@ class _InstanceNormalNorm(RunningNormality):
         dtype: Any = None,
         **options: Any,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device, dtype, **options
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batched = x.ndim == self._batched_ndim
         if not batched and x.ndim != self._batched_ndim - 1:
-            raise ValueError(f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)")
+            raise ValueError(
+                f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)"
+            )
         maps = x if batched else x.unsqueeze(0)
         if maps.shape[1] != self.num_features and self.affine:
-            raise ValueError(f"expected {self.num_features} channels (num_features), but got: {maps.shape[1]}.")
+            raise ValueError(
+                f"expected {self.num_features} channels (num_features), but got: {maps.shape[1]}."
+            )
         if self.training or not self.track_running_stats:
             if math.prod(maps.shape[2:]) == 1:
-                raise ValueError(f"Expected more than 1 spatial element when training, got input size {maps.size()}")
+                raise ValueError(
+                    f"Expected more than 1 spatial element when training, got input size {maps.size()}"
+                )
             out, statistics = self._by_own_statistics(maps)
             if statistics is not None:
                 mean, var, lmbda = (s.mean(0) for s in statistics[:3])
@@ -178,7 +212,10 @@ class _InstanceNormalNorm(RunningNormality):
             out = self._by_running_statistics(maps)
         return out if batched else out.squeeze(0)
 
-    def channel_map(self) -> ChannelMap | None:  # by running statistics if set to, as torch's, not if it has them
+    def channel_map(
+        self,
+        # by running statistics if set to, as torch's, not if it has them
+    ) -> ChannelMap | None:
         return super().channel_map() if self.track_running_stats else None
 
     def _sets(self) -> forms.Sets:
@@ -189,10 +226,11 @@ class _InstanceNormalNorm(RunningNormality):
 
 
 class InstanceNormalNorm1d(_InstanceNormalNorm):
-    """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s counterpart.
+    """Instance normality normalization over (N, C, L) or (C, L) input: `torch.nn.InstanceNorm1d`'s
+    counterpart.
 
-    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength` (t, by default 1),
-    and `noise_kind` and `alpha` of `NormalityMixin`.
+    The arguments are those of torch's layer, `noise` (xi, by default the paper's 0.4), `strength`
+    (t, by default 1), and `noise_kind` and `alpha` of `NormalityMixin`.
     """
 
     source_name: ClassVar[str] = "InstanceNorm1d"
@@ -200,14 +238,18 @@ class InstanceNormalNorm1d(_InstanceNormalNorm):
 
 
 class InstanceNormalNorm2d(_InstanceNormalNorm):
-    """Instance normality normalization over (N, C, H, W) or (C, H, W); its arguments are `InstanceNormalNorm1d`'s."""
+    """Instance normality normalization over (N, C, H, W) or (C, H, W); its arguments are
+    `InstanceNormalNorm1d`'s.
+    """
 
     source_name: ClassVar[str] = "InstanceNorm2d"
     _batched_ndim = 4
 
 
 class InstanceNormalNorm3d(_InstanceNormalNorm):
-    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W); see `InstanceNormalNorm1d`."""
+    """Instance normality normalization over (N, C, D, H, W) or (C, D, H, W); see
+    `InstanceNormalNorm1d`.
+    """
 
     source_name: ClassVar[str] = "InstanceNorm3d"
     _batched_ndim = 5

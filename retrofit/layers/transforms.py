@@ -1,8 +1,9 @@
-"""What torch.func, forward-mode differentiation and jit.trace ask of layers with derivatives of their own.
+"""What torch.func, forward-mode differentiation and jit.trace ask of layers with derivatives of
+their own.
 
-They follow each torch operation, so nothing may go past them: no kernel, no custom autograd function, no branch on a
-value, no constant kept from an earlier call. Layers have a plain path of torch operations for them, which has
-derivatives of any order.
+They follow each torch operation, so nothing may go past them: no kernel, no custom autograd
+function, no branch on a value, no constant kept from an earlier call. Layers have a plain path of
+torch operations for them, which has derivatives of any order.
 """
 
 import functools
@@ -20,7 +21,9 @@ _REFUSAL = (
 
 
 def transformed() -> bool:
-    """Whether torch.func, forward-mode differentiation or jit.trace follows the operations that run now."""
+    """Whether torch.func, forward-mode differentiation or jit.trace follows the operations that run
+    now.
+    """
     if torch._C._are_functorch_transforms_active():
         return True
     if torch.compiler.is_compiling():
@@ -29,8 +32,9 @@ def transformed() -> bool:
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
-    """Refuse the second derivative of a custom backward. torch's own `once_differentiable` does so only where an
-    incoming gradient requires grad: a gradient penalty added to a loss passes there, as a constant, without a word.
+    """Refuse the second derivative of a custom backward. torch's own `once_differentiable` does so
+    only where an incoming gradient requires grad: a gradient penalty added to a loss passes there,
+    as a constant, without a word.
     """
 
     @functools.wraps(backward)
@@ -42,13 +46,18 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
         if not torch.is_grad_enabled():
             return gradients
         refuse = torch._C._functions.DelayedError(_REFUSAL, len(gradients))
-        return refuse(*(None if grad is None else grad.detach().requires_grad_() for grad in gradients))  # type: ignore[arg-type]
+        return refuse(
+            *(None if grad is None else grad.detach().requires_grad_() for grad in gradients)
+        )  # type: ignore[arg-type]
 
     return wrapper
 
 
 def needed(ctx: Any, first: int, gradients: Iterable[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of inputs number `first` on, None for those that are absent or take none."""
+    """Return the gradients of inputs number `first` on, None for those that are absent or take
+    none.
+    """
     return [
-        gradient if wanted else None for gradient, wanted in zip(gradients, ctx.needs_input_grad[first:], strict=False)
+        gradient if wanted else None
+        for gradient, wanted in zip(gradients, ctx.needs_input_grad[first:], strict=False)
     ]

@@ -1,4 +1,6 @@
-"""Convolutions with standardized weights (Qiao et al. 2019), able to start as the convolution they replace."""
+"""Convolutions with standardized weights (Qiao et al. 2019), able to start as the convolution they
+replace.
+"""
 
 import copy
 from typing import Any
@@ -12,26 +14,30 @@ from retrofit.layers.kernels.eager import compute_dtype
 
 
 class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
-    """Mixin for torch's convolutions: each output channel's weights are standardized over their fan-in.
+    """Mixin for torch's convolutions: each output channel's weights are standardized over their
+    fan-in.
 
-    With mean and var over one output channel's weights, timm's StdConv uses w^ = (w - mean) / sqrt(var + eps). Here:
+    With mean and var over one output channel's weights, timm's StdConv uses w^ = (w - mean) /
+    sqrt(var + eps). Here:
 
         weight used = w + t * ((w^ * restore_scale + restore_shift) * scale - w)
 
-    At t = `strength` = 1, with scale 1 and shift 0 as constructed, that is StdConv; a `restore_scale` of
-    gain * gamma / sqrt(fan-in) makes it ScaledStdConv, whose learned gain is redundant before a normalization layer.
-    `seed_restore` stores the standard deviation and mean of the current weights instead. The layer is then the plain
-    convolution at any t until training changes them, and keeps each channel's mean and scale from there on.
+    At t = `strength` = 1, with scale 1 and shift 0 as constructed, that is StdConv; a
+    `restore_scale` of gain * gamma / sqrt(fan-in) makes it ScaledStdConv, whose learned gain is
+    redundant before a normalization layer. `seed_restore` stores the standard deviation and mean of
+    the current weights instead. The layer is then the plain convolution at any t until training
+    changes them, and keeps each channel's mean and scale from there on.
 
-    The parameter keeps its name, `weight`, in the state dict. It is standardized in at least float32. Fan-in 1 (1x1
-    depthwise) leaves nothing to standardize and is refused.
+    The parameter keeps its name, `weight`, in the state dict. It is standardized in at least
+    float32. Fan-in 1 (1x1 depthwise) leaves nothing to standardize and is refused.
 
     Args:
         *args: The convolution's own arguments.
         eps: Added to the variance: timm's 1e-6; the ProxyNorm paper uses 0.
         strength: Initial t, in [0, 1].
-        scale: Learn a scale for each output channel, (C,), from 1: the one that the ProxyNorm paper puts after the
-            last convolution of a residual block (appendix A.1), whose output no norm rescales.
+        scale: Learn a scale for each output channel, (C,), from 1: the one that the ProxyNorm paper
+            puts after the last convolution of a residual block (appendix A.1), whose output no norm
+            rescales.
         **kwargs: The convolution's own keyword arguments.
 
     Raises:
@@ -43,13 +49,20 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
     scale: nn.Parameter | None
 
     def __init__(
-        self, *args: Any, eps: float = 1e-6, strength: float = 1.0, scale: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        eps: float = 1e-6,
+        strength: float = 1.0,
+        scale: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if eps < 0:
             raise ValueError(f"eps must be at least 0, got {eps}")
         if self.weight[0].numel() < 2:
-            raise ValueError("each output channel has a single weight: there is nothing to standardize")
+            raise ValueError(
+                "each output channel has a single weight: there is nothing to standardize"
+            )
         self.eps = eps
         ones = torch.ones(len(self.weight), device=self.weight.device, dtype=self.weight.dtype)
         exact = torch.promote_types(self.weight.dtype, torch.float32)
@@ -60,7 +73,9 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
     @torch.no_grad()
     def seed_scale(self) -> None:
-        """Start the learned scale at the standard deviation of the current weights, per output channel."""
+        """Start the learned scale at the standard deviation of the current weights, per output
+        channel.
+        """
         if self.scale is not None:
             self.scale.copy_(self._moments(self.weight.to(self.restore_scale.dtype))[1].flatten())
 
@@ -77,20 +92,29 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         shape = (-1, *(1,) * (weight.ndim - 1))
         mean, std = self._moments(weight)
         scale = self.restore_scale.to(weight.dtype).view(shape) / std
-        standard = torch.addcmul(self.restore_shift.to(weight.dtype).view(shape), weight - mean, scale)
+        standard = torch.addcmul(
+            self.restore_shift.to(weight.dtype).view(shape), weight - mean, scale
+        )
         if self.scale is not None:
             standard = standard * self.scale.to(weight.dtype).view(shape)
         return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
 
     def source_layer(self) -> nn.Module:
         new = copy.copy(self)
-        new.__class__ = next(cls for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(self, cls))  # type: ignore[assignment]
-        new._parameters, new._buffers = {name: self._parameters[name] for name in ("weight", "bias")}, {}
+        new.__class__ = next(
+            cls for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(self, cls)
+        )  # type: ignore[assignment]
+        new._parameters, new._buffers = (
+            {name: self._parameters[name] for name in ("weight", "bias")},
+            {},
+        )
         return new
 
     @torch.no_grad()
     def plain_layer(self) -> tuple[None, nn.Module]:
-        """Return torch's convolution with the weights that this one uses now, no longer standardized in training."""
+        """Return torch's convolution with the weights that this one uses now, no longer
+        standardized in training.
+        """
         new: Any = self.source_layer()
         new.weight = nn.Parameter(self.standardized_weight(), self.weight.requires_grad)
         return None, new

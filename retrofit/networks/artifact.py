@@ -1,9 +1,9 @@
 """The artifact: one safetensors file that holds a converted network and how to build it again.
 
-The file's metadata holds a manifest, which may come from anyone. Loading builds the network from its library, or takes
-one that the user built, repeats the conversion on its structure and loads the tensors strictly; nothing from the file
-is executed. What the tensors do not say (strides, eps, classes of layers) shows in sampled outputs, which the manifest
-holds and `load` compares.
+The file's metadata holds a manifest, which may come from anyone. Loading builds the network from
+its library, or takes one that the user built, repeats the conversion on its structure and loads the
+tensors strictly; nothing from the file is executed. What the tensors do not say (strides, eps,
+classes of layers) shows in sampled outputs, which the manifest holds and `load` compares.
 """
 
 import json
@@ -32,7 +32,11 @@ from retrofit.utils.text import one_line, plural, printable, with_class
 
 SCHEMA = 1
 KEY = "retrofit"
-WEIGHTS, CONFIG, LIBRARY = "model.safetensors", "config.json", "retrofit"  # in a repository of the hub
+WEIGHTS, CONFIG, LIBRARY = (
+    "model.safetensors",
+    "config.json",
+    "retrofit",
+)  # in a repository of the hub
 UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
 
 
@@ -41,47 +45,72 @@ class Manifest:
     """A manifest that is whole; what it says may still not fit its tensors."""
 
     source: ModelSource
-    plans: list[surgery.Plan]  # the conversions, in order
+    # the conversions, in order
+    plans: list[surgery.Plan]
     preprocess: Preprocess
-    labels: list[str] | None  # of the network's outputs
+    # of the network's outputs
+    labels: list[str] | None
     weights: dict[str, Any]
-    versions: dict[str, Any]  # of the libraries that wrote it
-    training: dict[str, dict[str, Any]]  # by layer, what only training depends on
-    checksum: str  # of the tensors
-    outputs: SampledOutputs  # what the network answered when it was saved
+    # of the libraries that wrote it
+    versions: dict[str, Any]
+    # by layer, what only training depends on
+    training: dict[str, dict[str, Any]]
+    # of the tensors
+    checksum: str
+    # what the network answered when it was saved
+    outputs: SampledOutputs
 
     @classmethod
     def read(cls, path: str | Path) -> "Manifest":
-        """Read an artifact's manifest; raise RetrofitError as `read_manifest` does, and if it is malformed."""
+        """Read an artifact's manifest; raise RetrofitError as `read_manifest` does, and if it is
+        malformed.
+        """
         values = read_manifest(path)
         try:
             return cls(
                 source=ModelSource.from_dict(values["model"]),
                 plans=[surgery.Plan.from_dict(step) for step in values["conversion"]["steps"]],
                 preprocess=Preprocess.from_dict(values["preprocess"]),
-                labels=None if values["labels"] is None else [str(label) for label in values["labels"]],
+                labels=None
+                if values["labels"] is None
+                else [str(label) for label in values["labels"]],
                 weights=dict(values["weights"]),
                 versions=dict(values["versions"]),
                 training={str(name): dict(row) for name, row in values["training"].items()},
                 checksum=str(values["checksum"]),
                 outputs=SampledOutputs.from_dict(values["sampled_outputs"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise _damaged(path, f"its manifest is malformed: {one_line(error)}") from error
 
     @property
     def not_checked(self) -> str:
         """A line that says why the network in the file was not run; empty if it was."""
         why = printable(self.outputs.not_checked, 300)
-        return why and f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
+        return (
+            why
+            and f"not checked: {why}; only the names and shapes of its tensors tell which network it is"
+        )
 
 
 def read_manifest(path: str | Path) -> dict[str, Any]:
-    """Read what an artifact says about itself, as it stands in the file; a RetrofitError says why it cannot be read."""
+    """Read what an artifact says about itself, as it stands in the file; a RetrofitError says why
+    it cannot be read.
+    """
     file = Path(path)
     if not file.is_file():
         problem = "is a folder" if file.is_dir() else "does not exist"
-        raise RetrofitError(f"{path} {problem}; give an artifact, which `retrofit.save` and `retrofit convert` write")
+        raise RetrofitError(
+            f"{path} {problem}; give an artifact, which `retrofit.save` and `retrofit convert` write"
+        )
     try:
         if (text := _manifest_text(file)) is None:
             raise RetrofitError(
@@ -98,7 +127,9 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     if type(schema) is not int or schema < 1:
         raise _damaged(path, f"its manifest has {said}")
     if schema > SCHEMA:
-        raise RetrofitError(f"{path} has {said}, this retrofit reads up to {SCHEMA}; upgrade retrofit")
+        raise RetrofitError(
+            f"{path} has {said}, this retrofit reads up to {SCHEMA}; upgrade retrofit"
+        )
     return dict(values)
 
 
@@ -120,11 +151,12 @@ def _damaged(path: str | Path, why: str) -> RetrofitError:
 
 
 def artifact_path(text: str) -> Path | None:
-    """Return the artifact that MODEL names, which has weights and sizes of its own; None if it names a network.
+    """Return the artifact that MODEL names, which has weights and sizes of its own; None if it
+    names a network.
 
-    An artifact is named by its path, `*.safetensors`, or is what `local-dir:FOLDER` or `hf-hub:OWNER/NAME[@REVISION]`
-    holds. From the hub it is fetched; a RetrofitError says that this failed. None also if the hub gives no answer, or
-    what lies there is not ours.
+    An artifact is named by its path, `*.safetensors`, or is what `local-dir:FOLDER` or
+    `hf-hub:OWNER/NAME[@REVISION]` holds. From the hub it is fetched; a RetrofitError says that this
+    failed. None also if the hub gives no answer, or what lies there is not ours.
     """
     prefix, name = library.split_prefix(text)
     if prefix == "local-dir":
@@ -140,14 +172,17 @@ def artifact_path(text: str) -> Path | None:
     with library.no_waiting_for_the_hub():
         try:
             config = json.loads(fetched(CONFIG).read_text("utf-8"))
-        except (OSError, ValueError):  # what opens a network of timm's there says why it cannot
+        # what opens a network of timm's there says why it cannot
+        except (OSError, ValueError):
             return None
         if not isinstance(config, dict) or config.get("library_name") != LIBRARY:
             return None
         try:
             return fetched(WEIGHTS)
         except (OSError, ValueError) as error:
-            raise RetrofitError(f"{text} cannot be fetched: {one_line(error)}; check the connection") from error
+            raise RetrofitError(
+                f"{text} cannot be fetched: {one_line(error)}; check the connection"
+            ) from error
 
 
 def save(
@@ -164,27 +199,30 @@ def save(
 ) -> None:
     """Write a network, converted or not, to an artifact.
 
-    Anything you do not pass is read from the network's record. A timm or torchvision network is first rebuilt and
-    compared with `model`, so the file is known to load and compute the same function. Any other network is your own:
-    pass it to `load` as your code builds it (`into=`); `load` compares its outputs. A network that is very large, or
-    accepts no images, is not run; the file says so, and `load` warns about it.
+    Anything you do not pass is read from the network's record. A timm or torchvision network is
+    first rebuilt and compared with `model`, so the file is known to load and compute the same
+    function. Any other network is your own: pass it to `load` as your code builds it (`into=`);
+    `load` compares its outputs. A network that is very large, or accepts no images, is not run; the
+    file says so, and `load` warns about it.
 
     Args:
         model: The network; DistributedDataParallel and torch.compile wrappers are removed.
         path: The file to write; its name usually ends in `.safetensors`.
-        source: The network's name in its library ("resnet50", "tv:resnet50"), if the network does not
-            record it; "own" for a network that no library builds in this form.
-        model_kwargs: Arguments that were passed to the library's builder, if the network does not record them.
+        source: The network's name in its library ("resnet50", "tv:resnet50"), if the network does
+            not record it; "own" for a network that no library builds in this form.
+        model_kwargs: Arguments that were passed to the library's builder, if the network does not
+            record them.
         labels: Names of the network's outputs, one per output.
-        weights: Origin of the source's weights: {"kind": "random" | "pretrained" | "checkpoint", "from": str | None}.
+        weights: Origin of the source's weights: {"kind": "random" | "pretrained" | "checkpoint",
+            "from": str | None}.
         preprocess: How images are prepared; by default, as the library specifies.
         force: Whether to replace an existing file.
-        proved: Whether to skip rebuilding the network, because it was saved or loaded as this `source` before, with
-            other tensors.
+        proved: Whether to skip rebuilding the network, because it was saved or loaded as this
+            `source` before, with other tensors.
 
     Raises:
-        RetrofitError: If the library does not build this network (the message names the first difference), or the file
-            cannot be written.
+        RetrofitError: If the library does not build this network (the message names the first
+            difference), or the file cannot be written.
     """
     ensure_writable(path, force)
     model = unwrapped(model)
@@ -194,8 +232,12 @@ def save(
     elif isinstance(source, str):
         source = library.with_options(library.parse(source), model_kwargs=model_kwargs)
     elif model_kwargs:
-        raise UsageError("`model_kwargs` are the arguments of a library's builder; say which with `source`")
-    source, structure = (source, model) if proved and source is not None else identify(model, source)
+        raise UsageError(
+            "`model_kwargs` are the arguments of a library's builder; say which with `source`"
+        )
+    source, structure = (
+        (source, model) if proved and source is not None else identify(model, source)
+    )
     tensors = contents.to_write(model, structure)
     preprocess = preprocess or record.preprocess or library.preprocess_of(model, source)
     outputs = contents.sample_outputs(model, preprocess.input_size)
@@ -203,13 +245,18 @@ def save(
         twin = rebuilt(source, record.plans)
         fill(twin, tensors)
         if problem := outputs.difference(twin):
-            raise RetrofitError(f"built again, {source} differs: {problem}; save it with `save(source='own')`")
+            raise RetrofitError(
+                f"built again, {source} differs: {problem}; save it with `save(source='own')`"
+            )
     names = record.labels if labels is None else labels
     classes = getattr(model, "num_classes", None) if outputs.classes is None else outputs.classes
     if names is not None and isinstance(classes, int) and classes not in (0, len(names)):
         if labels is not None:
-            raise UsageError(f"{plural(len(names), 'label')} for {plural(classes, 'output')}; pass as many `labels`")
-        names = None  # those noted were of another classifier
+            raise UsageError(
+                f"{plural(len(names), 'label')} for {plural(classes, 'output')}; pass as many `labels`"
+            )
+        # those noted were of another classifier
+        names = None
     steps = [plan.to_dict() for plan in record.plans]
     manifest = {
         "schema": SCHEMA,
@@ -223,14 +270,17 @@ def save(
         "training": contents.training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
-        "versions": {"retrofit": __version__} | {name: version(name) for name in ("torch", "timm", "torchvision")},
+        "versions": {"retrofit": __version__}
+        | {name: version(name) for name in ("torch", "timm", "torchvision")},
     }
     with atomic_write(path, force) as temporary:
         try:
             save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(manifest)})
         except SafetensorError as error:
             why = one_line(error)
-            raise RetrofitError(f"cannot write {path} ({why}); free space or choose another place") from error
+            raise RetrofitError(
+                f"cannot write {path} ({why}); free space or choose another place"
+            ) from error
 
 
 def common_strength(model: nn.Module) -> float | None:
@@ -243,18 +293,21 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     """Build the network stored in an artifact, on the CPU.
 
     Args:
-        path: A file written by `save`; or `hf-hub:OWNER/NAME[@REVISION]` or `local-dir:FOLDER`, as written by
-            `retrofit.push_to_hub` and `save_for_hub`.
-        into: The network as it was before its conversion, with any weights; required for your own network, optional
-            for a library's. It is converted and filled in place, on its own device.
+        path: A file written by `save`; or `hf-hub:OWNER/NAME[@REVISION]` or `local-dir:FOLDER`, as
+            written by `retrofit.push_to_hub` and `save_for_hub`.
+        into: The network as it was before its conversion, with any weights; required for your own
+            network, optional for a library's. It is converted and filled in place, on its own
+            device.
 
     Returns:
-        The network with the file's tensors, in their dtypes, in training mode like networks from timm and torchvision
-        (`into` keeps its mode). Use the returned network, even if you passed `into`.
+        The network with the file's tensors, in their dtypes, in training mode like networks from
+        timm and torchvision (`into` keeps its mode). Use the returned network, even if you passed
+        `into`.
 
     Raises:
-        RetrofitError: If the file is damaged, not an artifact, or of a newer schema; if the installed libraries do not
-            build its network; or if `into` is a different network, which is then left unchanged.
+        RetrofitError: If the file is damaged, not an artifact, or of a newer schema; if the
+            installed libraries do not build its network; or if `into` is a different network, which
+            is then left unchanged.
     """
     model, manifest = opened(artifact_path(str(path)) or path, into)
     if manifest.not_checked:
@@ -263,24 +316,33 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
 
 
 def opened(
-    path: str | Path, into: nn.Module | None = None, needs: str = "build that network and pass it as `into`"
+    path: str | Path,
+    into: nn.Module | None = None,
+    needs: str = "build that network and pass it as `into`",
 ) -> tuple[nn.Module, Manifest]:
-    """Return the network that `load` returns, and its manifest; `needs` is what a file of one's own network lacks."""
+    """Return the network that `load` returns, and its manifest; `needs` is what a file of one's own
+    network lacks.
+    """
     manifest = Manifest.read(path)
     source, plans, origin = manifest.source, manifest.plans, manifest.source
     if into is not None:
         into = unwrapped(into)
         if surgery.plans_of(into):
-            raise RetrofitError("the network to load into is converted already; pass it as it was before that")
+            raise RetrofitError(
+                "the network to load into is converted already; pass it as it was before that"
+            )
         if any(tensor.is_meta for tensor in tensors_of(into).values()):
-            raise RetrofitError("the network to load into is on the meta device, without memory; build it on the CPU")
+            raise RetrofitError(
+                "the network to load into is on the meta device, without memory; build it on the CPU"
+            )
         if source.library == "own":
             origin = record_of(into).source or library.class_source(into)
     elif source.library == "own":
         raise UsageError(f"{path} holds a network of one's own, {printable(source, 100)}; {needs}")
     try:
         tensors = load_file(path)
-    except Exception as error:  # torch raises anything on types and shapes that it does not have
+    # torch raises anything on types and shapes that it does not have
+    except Exception as error:
         raise _damaged(path, with_class(error)) from error
     if checksum(tensors) != manifest.checksum:
         raise RetrofitError(
@@ -301,12 +363,23 @@ def opened(
                 model = rebuilt(source, plans) if into is None else model
                 fill(model, tensors)
                 contents.set_training_settings(model, manifest.training)
-        except Exception as error:  # a plan of other making may ask the layers for anything
-            raise RetrofitError(f"{path} cannot be rebuilt with {made_with}: {one_line(error)}") from error
+        # a plan of other making may ask the layers for anything
+        except Exception as error:
+            raise RetrofitError(
+                f"{path} cannot be rebuilt with {made_with}: {one_line(error)}"
+            ) from error
         if problem:
             what = f"the tensors of {path} do not fit the network in its manifest: {problem}"
             raise RetrofitError(f"{what}; write it again, or check what it is loaded into")
         if not manifest.outputs.not_checked and (problem := manifest.outputs.difference(model)):
-            raise RetrofitError(f"{path} does not come back as it was saved with {made_with}: {problem}")
-    set_record(model, source=origin, preprocess=manifest.preprocess, labels=manifest.labels, weights=manifest.weights)
+            raise RetrofitError(
+                f"{path} does not come back as it was saved with {made_with}: {problem}"
+            )
+    set_record(
+        model,
+        source=origin,
+        preprocess=manifest.preprocess,
+        labels=manifest.labels,
+        weights=manifest.weights,
+    )
     return model, manifest

@@ -1,4 +1,6 @@
-"""Weights from files that others wrote: what a file holds, which of it is taken, and how it fits a network."""
+"""Weights from files that others wrote: what a file holds, which of it is taken, and how it fits a
+network.
+"""
 
 import argparse
 import pickle
@@ -22,18 +24,25 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.contents import fits, list_misfit, tensors_of
 from retrofit.utils.text import one_line, printable, shortlist
 
-# Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's order).
+# Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's
+# order).
 _NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-_COUNTERS = {"num_batches_tracked", "n_averaged"}  # BatchNorm's and AveragedModel's: no weights
+# BatchNorm's and AveragedModel's: no weights
+_COUNTERS = {"num_batches_tracked", "n_averaged"}
 _ROLES = {"weight", "bias", "running_mean", "running_var"}
-_DEPTH = 3  # levels of a file in which weights are looked for
-_PARTS = 6  # of a name that may be a prefix: "model.backbone.module." has three
-_GROWTH = 4  # times that a file's content may be larger than the file: torch compresses nothing
-_SMALL = 2**24  # bytes that any file may unpack to
+# levels of a file in which weights are looked for
+_DEPTH = 3
+# of a name that may be a prefix: "model.backbone.module." has three
+_PARTS = 6
+# times that a file's content may be larger than the file: torch compresses nothing
+_GROWTH = 4
+# bytes that any file may unpack to
+_SMALL = 2**24
 
 Tensors = Mapping[str, Tensor]
 Names = list[str]
-Match = Literal["name", "order"]  # how a checkpoint's tensors are paired with a network's
+# how a checkpoint's tensors are paired with a network's
+Match = Literal["name", "order"]
 
 
 @dataclass(frozen=True)
@@ -41,26 +50,37 @@ class Checkpoint:
     """One set of weights out of a file."""
 
     tensors: dict[str, Tensor]
-    key: str = ""  # where in the file they lie, "state_dict_ema", say; empty for its top
-    others: tuple[str, ...] = ()  # where other sets of weights lie
-    left_out: tuple[str, ...] = ()  # names beside the weights, where `key` chose what follows a prefix
+    # where in the file they lie, "state_dict_ema", say; empty for its top
+    key: str = ""
+    # where other sets of weights lie
+    others: tuple[str, ...] = ()
+    left_out: tuple[
+        str, ...
+        # names beside the weights, where `key` chose what follows a prefix
+    ] = ()
 
 
 @dataclass
 class Loaded:
     """What became of a checkpoint's tensors."""
 
-    left_out: Names = field(default_factory=list)  # the checkpoint's tensors that the network did not take
-    left_random: Names = field(default_factory=list)  # the network's tensors that the checkpoint did not give
-    warnings: list[str] = field(default_factory=list)  # sentences for the user
+    left_out: Names = field(
+        default_factory=list
+    )  # the checkpoint's tensors that the network did not take
+    left_random: Names = field(
+        default_factory=list
+    )  # the network's tensors that the checkpoint did not give
+    # sentences for the user
+    warnings: list[str] = field(default_factory=list)
 
 
 def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
-    """Read the tensors of a safetensors file, or of what torch.save wrote, without executing anything from it.
+    """Read the tensors of a safetensors file, or of what torch.save wrote, without executing
+    anything from it.
 
-    Nested training checkpoints are opened as timm opens them: averaged weights before plain ones. Where the file holds
-    several sets of weights, `key` says which: a key ("model_ema"; dots lead further down), or how the names of the
-    weights begin ("teacher", for "teacher.conv1.weight").
+    Nested training checkpoints are opened as timm opens them: averaged weights before plain ones.
+    Where the file holds several sets of weights, `key` says which: a key ("model_ema"; dots lead
+    further down), or how the names of the weights begin ("teacher", for "teacher.conv1.weight").
     """
     file = Path(path)
     if not file.is_file():
@@ -68,19 +88,31 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     try:
         content = load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
     except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
-        raise RetrofitError(f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again") from error
+        raise RetrofitError(
+            f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again"
+        ) from error
     sets = _weight_sets(content)
     if not sets:
-        raise RetrofitError(f"there are no tensors in {path}; give a checkpoint with a model's state_dict")
+        raise RetrofitError(
+            f"there are no tensors in {path}; give a checkpoint with a model's state_dict"
+        )
     nest, prefix = _choose(sets, key, path)
     held = sets[nest]
-    special = [n for n, t in held.items() if t.layout != torch.strided or t.is_quantized or t.is_nested or t.is_meta]
+    special = [
+        n
+        for n, t in held.items()
+        if t.layout != torch.strided or t.is_quantized or t.is_nested or t.is_meta
+    ]
     if special:
         what = f"{len(special)} tensors of {file} are sparse, quantized, nested or without data ({shortlist(special)})"
         raise RetrofitError(f"{what}; save them dense")
     _check_growth(file, sum(tensor.nbytes for tensor in held.values()))
     return Checkpoint(
-        tensors={name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)},
+        tensors={
+            name.removeprefix(prefix): tensor
+            for name, tensor in held.items()
+            if name.startswith(prefix)
+        },
         key=f"{nest}.{prefix}".strip("."),
         others=tuple(other for other in sets if other not in ("", nest)),
         left_out=tuple(_weights(name for name in held if not name.startswith(prefix))),
@@ -102,20 +134,29 @@ def _unpickled(file: Path) -> Any:
             zipped = opened.read(2) == b"PK"
         if zipped:
             with zipfile.ZipFile(file) as archive:
-                _check_growth(file, sum(entry.file_size for entry in archive.infolist()))  # before torch unpacks it
-        with warnings.catch_warnings(action="ignore"), torch.serialization.safe_globals([argparse.Namespace]):
+                _check_growth(
+                    file, sum(entry.file_size for entry in archive.infolist())
+                )  # before torch unpacks it
+        with (
+            warnings.catch_warnings(action="ignore"),
+            torch.serialization.safe_globals([argparse.Namespace]),
+        ):
             return torch.load(file, map_location="cpu", weights_only=True)
     except RetrofitError:
         raise
-    except Exception as error:  # zipfile and torch.load raise anything on a damaged file
+    # zipfile and torch.load raise anything on a damaged file
+    except Exception as error:
         why = one_line(error, 100)
         problem = f"is not a whole checkpoint ({why}); fetch it again, or save weights as .safetensors or .pth"
         if "TorchScript" in str(error):
-            problem = "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
+            problem = (
+                "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
+            )
         elif isinstance(error, pickle.UnpicklingError):
             try:
                 names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-            except Exception:  # not the zip format
+            # not the zip format
+            except Exception:
                 names = str(error).partition("Unsupported global: GLOBAL ")[2].split()[:1]
             if names:
                 problem = f"holds Python objects ({shortlist(names)}), which could run code when loaded; save weights"
@@ -125,11 +166,15 @@ def _unpickled(file: Path) -> Any:
 def _check_growth(file: Path, unpacked: int) -> None:
     size = file.stat().st_size
     if unpacked > max(_SMALL, _GROWTH * size):
-        raise RetrofitError(f"{file} has {size:,} bytes and unpacks to {unpacked:,}; save it again, as torch does")
+        raise RetrofitError(
+            f"{file} has {size:,} bytes and unpacks to {unpacked:,}; save it again, as torch does"
+        )
 
 
 def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
-    """Find the mappings that hold named tensors, by the keys that lead there; each once, those near the top first."""
+    """Find the mappings that hold named tensors, by the keys that lead there; each once, those near
+    the top first.
+    """
     sets: dict[str, dict[str, Tensor]] = {}
     level, seen = [("", content)], set()
     for _ in range(_DEPTH):
@@ -138,7 +183,9 @@ def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
             if isinstance(value, Mapping) and id(value) not in seen:
                 seen.add(id(value))
                 entries = {name: entry for name, entry in value.items() if isinstance(name, str)}
-                if tensors := {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}:
+                if tensors := {
+                    name: entry for name, entry in entries.items() if isinstance(entry, Tensor)
+                }:
                     sets[nest] = tensors
                 below += [(f"{nest}.{name}".strip("."), entry) for name, entry in entries.items()]
         level = below
@@ -147,11 +194,16 @@ def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
 
 def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
     """Return the nest of the weights to take, and how their names begin, where the key says that."""
-    usual = next((nest for nest in (*_NESTS, "") if nest in sets), next(iter(sets)) if len(sets) == 1 else None)
+    usual = next(
+        (nest for nest in (*_NESTS, "") if nest in sets),
+        next(iter(sets)) if len(sets) == 1 else None,
+    )
     held = shortlist([nest or "weights at its top" for nest in sets], most=6)
     if key is None:
         if usual is None:
-            raise RetrofitError(f"{path} holds several sets of weights ({held}); choose with `checkpoint_key=NAME`")
+            raise RetrofitError(
+                f"{path} holds several sets of weights ({held}); choose with `checkpoint_key=NAME`"
+            )
         return usual, ""
     key = key.strip(".")
     if key in sets:
@@ -161,41 +213,61 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
         if prefix and any(name.startswith(f"{prefix}.") for name in sets[nest]):
             return nest, f"{prefix}."
     what = f"{path} holds no weights under {printable(key, 64)!r} (it holds {held})"
-    raise RetrofitError(f"{what}; give `checkpoint_key` one of these, or how the names of the weights begin")
+    raise RetrofitError(
+        f"{what}; give `checkpoint_key` one of these, or how the names of the weights begin"
+    )
 
 
-def load_into(model: nn.Module, state: Tensors, match: Match = "name", partial: bool = False) -> Loaded:
-    """Load a checkpoint's tensors into a network: all of them, into all of its tensors, unless `partial`.
+def load_into(
+    model: nn.Module, state: Tensors, match: Match = "name", partial: bool = False
+) -> Loaded:
+    """Load a checkpoint's tensors into a network: all of them, into all of its tensors, unless
+    `partial`.
 
-    By name, one prefix that the weights' names share ("model.", DistributedDataParallel's "module.") is taken off, and
-    what timm's own converter for the architecture makes of foreign names and sizes is accepted too; with `partial`
-    tensors may be missing, left over or of another shape, and are listed. In "order", tensors are paired by position
-    and shape, whatever they are called. Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be
-    absent on either side. Where the tensors do not fit, the network may be half loaded.
+    By name, one prefix that the weights' names share ("model.", DistributedDataParallel's
+    "module.") is taken off, and what timm's own converter for the architecture makes of foreign
+    names and sizes is accepted too; with `partial` tensors may be missing, left over or of another
+    shape, and are listed. In "order", tensors are paired by position and shape, whatever they are
+    called. Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be absent on
+    either side. Where the tensors do not fit, the network may be half loaded.
     """
     if match not in ("name", "order"):
         raise UsageError(f"`match={match!r}` is unknown; choose name or order")
     if match == "order" and partial:
         raise UsageError("`match='order'` pairs all tensors; drop it or `checkpoint_partial`")
-    loaded = _load_by_name(model, state, partial) if match == "name" else _load_by_order(model, state)
+    loaded = (
+        _load_by_name(model, state, partial) if match == "name" else _load_by_order(model, state)
+    )
     own = tensors_of(model).items()
-    broken = [name for name, value in own if not value.isfinite().all() and name not in loaded.left_random]
+    broken = [
+        name for name, value in own if not value.isfinite().all() and name not in loaded.left_random
+    ]
     if broken:
-        loaded.warnings.append(f"{len(broken)} tensors of the checkpoint hold NaN or infinity: {shortlist(broken)}")
+        loaded.warnings.append(
+            f"{len(broken)} tensors of the checkpoint hold NaN or infinity: {shortlist(broken)}"
+        )
     return loaded
 
 
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     own = tensors_of(model)
-    while own.keys().isdisjoint(state) and (cleaned := clean_state_dict(state)).keys() != state.keys():
-        state = cleaned  # of what DistributedDataParallel, AveragedModel or torch.compile put before, one by one
+    while (
+        own.keys().isdisjoint(state) and (cleaned := clean_state_dict(state)).keys() != state.keys()
+    ):
+        # of what DistributedDataParallel, AveragedModel or torch.compile put before, one by one
+        state = cleaned
     prefix = _prefix(own, state)
     beside = _weights(name for name in state if not name.startswith(prefix))
-    state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    state = {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
     state = _translated(model, state)
     unfit = [name for name in own if name in state and not _alike(own[name], state[name], name)]
-    try:  # torch's own hooks may rename what older versions of a network called otherwise
-        result = model.load_state_dict({name: t for name, t in state.items() if name not in unfit}, strict=False)
+    # torch's own hooks may rename what older versions of a network called otherwise
+    try:
+        result = model.load_state_dict(
+            {name: t for name, t in state.items() if name not in unfit}, strict=False
+        )
     except RuntimeError as error:
         what = f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)})"
         raise RetrofitError(f"{what}; check whose it is") from error
@@ -203,21 +275,32 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     unexpected = _weights(result.unexpected_keys) + beside
     weights = _weights(own)
     if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
-        listed = list_misfit(missing, unexpected, {name: (state[name], own[name]) for name in unfit})
+        listed = list_misfit(
+            missing, unexpected, {name: (state[name], own[name]) for name in unfit}
+        )
         hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
-        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {listed}; {hint}")
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__}: {listed}; {hint}"
+        )
     loaded = Loaded(unexpected + unfit, missing + unfit)
     random = f"of the network's {len(weights)} tensors are left RANDOM"
-    for names, what in ((loaded.left_random, random), (loaded.left_out, "tensors of the checkpoint are left out")):
+    for names, what in (
+        (loaded.left_random, random),
+        (loaded.left_out, "tensors of the checkpoint are left out"),
+    ):
         if names:
             loaded.warnings.append(f"PARTIAL: {len(names)} {what} ({shortlist(names)})")
     return loaded
 
 
-def _hint(own: Tensors, state: Tensors, missing: Names, unexpected: Names, unfit: Names, prefix: str) -> str:
+def _hint(
+    own: Tensors, state: Tensors, missing: Names, unexpected: Names, unfit: Names, prefix: str
+) -> str:
     """Say what the user may try."""
     sizes = [enumerate(zip_longest(own[name].shape, state[name].shape)) for name in unfit]
-    differing = {(axis, theirs) for both in sizes for axis, (ours, theirs) in both if ours != theirs}
+    differing = {
+        (axis, theirs) for both in sizes for axis, (ours, theirs) in both if ours != theirs
+    }
     if len(differing) == 1 and not missing and not unexpected:
         ((axis, size),) = differing
         if axis == 0 and size:
@@ -234,7 +317,8 @@ def _hint(own: Tensors, state: Tensors, missing: Names, unexpected: Names, unfit
 
 
 def _prefix(own: Tensors, state: Tensors) -> str:
-    """Return what stands before the network's own names in a checkpoint's, if at least half of them are there.
+    """Return what stands before the network's own names in a checkpoint's, if at least half of them
+    are there.
 
     A RetrofitError says that two prefixes fit equally well: the file holds two sets of weights.
     """
@@ -250,7 +334,9 @@ def _prefix(own: Tensors, state: Tensors) -> str:
     fitting = [prefix for prefix, count in counts.items() if count == best]
     if len(fitting) > 1:
         choose = f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
-        raise RetrofitError(f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; {choose}")
+        raise RetrofitError(
+            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; {choose}"
+        )
     return fitting[0]
 
 
@@ -260,7 +346,9 @@ def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
 
 
 def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Translate names and sizes with the function that timm has for the architecture, where more fits then."""
+    """Translate names and sizes with the function that timm has for the architecture, where more
+    fits then.
+    """
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     own = tensors_of(model)
     if convert is None or _fitting(own, state) == len(own) == len(state):
@@ -269,7 +357,8 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
         with torch.no_grad():
             entries = convert(dict(state), model).items()
             converted = {name: value for name, value in entries if isinstance(value, Tensor)}
-    except Exception:  # it was written for other checkpoints, and fails on this one in its own way
+    # it was written for other checkpoints, and fails on this one in its own way
+    except Exception:
         return state
     return converted if _fitting(own, converted) > _fitting(own, state) else state
 
@@ -281,7 +370,9 @@ def _fitting(own: Tensors, state: Tensors) -> int:
 def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
     own = tensors_of(model)
     if problem := _order_problem(own, state):
-        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__} in order: {problem}")
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__} in order: {problem}"
+        )
     pairs = list(zip(_weights(own), _weights(state), strict=True))
     counters = [[name for name in names if _is_counter(name)] for names in (own, state)]
     if len(counters[0]) == len(counters[1]):
@@ -298,11 +389,18 @@ def _order_problem(own: Tensors, state: Tensors) -> str | None:
     """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
 
     def said(tensors: Tensors, name: str | None) -> str:
-        kind = "" if name is None else f"{list(tensors[name].shape)} {tensors[name].dtype}".replace("torch.", "")
+        kind = (
+            ""
+            if name is None
+            else f"{list(tensors[name].shape)} {tensors[name].dtype}".replace("torch.", "")
+        )
         return f"{printable(name or 'nothing', 64)} {printable(kind, 48)}".strip()
 
     for number, (ours, theirs) in enumerate(zip_longest(_weights(own), _weights(state)), start=1):
         if ours is None or theirs is None or not _alike(own[ours], state[theirs], ours):
-            here, there = f"{said(own, ours)} in the network", f"{said(state, theirs)} in the checkpoint"
+            here, there = (
+                f"{said(own, ours)} in the network",
+                f"{said(state, theirs)} in the checkpoint",
+            )
             return f"tensor {number} is {here}, {there}; check which network it is of"
     return None

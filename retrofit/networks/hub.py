@@ -34,10 +34,12 @@ def save_for_hub(
     force: bool = False,
     **options: Any,
 ) -> Path:
-    """Write a model's folder for the Hugging Face hub: the artifact, timm's config.json and a model card.
+    """Write a model's folder for the Hugging Face hub: the artifact, timm's config.json and a model
+    card.
 
-    `retrofit.load` opens the folder. timm can open it too if the network is an unconverted timm network. It refuses
-    any other by its architecture name, because it would build the source without what the conversion added.
+    `retrofit.load` opens the folder. timm can open it too if the network is an unconverted timm
+    network. It refuses any other by its architecture name, because it would build the source
+    without what the conversion added.
 
     Args:
         model: The network, converted or not.
@@ -51,14 +53,17 @@ def save_for_hub(
         The folder.
 
     Raises:
-        RetrofitError: As for `retrofit.save`, or if the files already exist; nothing is written in that case.
+        RetrofitError: As for `retrofit.save`, or if the files already exist; nothing is written in
+            that case.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise RetrofitError(f"{folder} is a file; name a folder")
     existing = [name for name in (WEIGHTS, CONFIG, CARD) if (folder / name).exists()]
     if existing and not force:
-        raise RetrofitError(f"{folder} holds {', '.join(existing)} already; choose another folder or pass `force=True`")
+        raise RetrofitError(
+            f"{folder} holds {', '.join(existing)} already; choose another folder or pass `force=True`"
+        )
     with tempfile.TemporaryDirectory() as temporary:
         staged = Path(temporary)
         artifact.save(model, staged / WEIGHTS, **options)
@@ -120,14 +125,18 @@ def _write_config(model: nn.Module, manifest: Mapping[str, Any], path: Path) -> 
     if source.library == "timm" and not to:
         save_config_for_hf(unwrapped(model), str(path), ours, source.kwargs)
         return
-    what = f"{to} of {source}" if to else f"network {source}"  # timm reads a name up to its first dot
+    what = (
+        f"{to} of {source}" if to else f"network {source}"
+    )  # timm reads a name up to its first dot
     config: dict[str, Any] = {"architecture": f"{what}: open it with retrofit.load", **ours}
     if manifest["labels"] is not None:
         config["label_names"] = manifest["labels"]
     path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def _model_card(manifest: Mapping[str, Any], license: str | None, details: Mapping[str, str]) -> str:
+def _model_card(
+    manifest: Mapping[str, Any], license: str | None, details: Mapping[str, str]
+) -> str:
     """Return the card of an artifact, from what `read_manifest` returns."""
     model, weights, to = manifest["model"], manifest["weights"], manifest["conversion"]["to"]
     name = printable(model["name"], 100)
@@ -136,17 +145,25 @@ def _model_card(manifest: Mapping[str, Any], license: str | None, details: Mappi
     facts = {"Base model": f"{model['library']} {name}"}
     if to:
         strength, rows = manifest["strength"], [row["status"] for row in manifest["layers"]]
-        span = "differs by layer" if strength is None else f"{strength:g} (0: the base model, 1: the target)"
+        span = (
+            "differs by layer"
+            if strength is None
+            else f"{strength:g} (0: the base model, 1: the target)"
+        )
         converted = f"{rows.count('converted')} of {len(rows)} normalization layers are converted"
         facts |= {"Target": to, "Strength": span, "Layers": converted}
     origin = "" if weights.get("from") is None else f": {weights['from']}"
     facts["Weights before"] = printable(weights["kind"], 40) + origin
     images = manifest["preprocess"]
     size = " x ".join(str(side) for side in images["input_size"])
-    facts["Images"] = f"{size}, mean {images['mean']}, std {images['std']}, {images['interpolation']}"
+    facts["Images"] = (
+        f"{size}, mean {images['mean']}, std {images['std']}, {images['interpolation']}"
+    )
     facts |= {printable(key, 60): printable(value, 500) for key, value in details.items()}
     facts["License"] = license or "none is given: that of the base model's weights counts"
-    facts["Made with"] = ", ".join(f"{key} {printable(value, 40)}" for key, value in manifest["versions"].items())
+    facts["Made with"] = ", ".join(
+        f"{key} {printable(value, 40)}" for key, value in manifest["versions"].items()
+    )
     patented = any(str(step["to"]).endswith("-pn") for step in manifest["conversion"]["steps"])
     into = ", into=network" if model["library"] == "own" else ""
     opens = model["library"] == "timm" and not to
@@ -155,7 +172,14 @@ def _model_card(manifest: Mapping[str, Any], license: str | None, details: Mappi
         *(f"# {name}, {f'converted to {to}' if to else 'not converted'}", ""),
         *(f"- {key}: {value}" for key, value in facts.items()),
         *(("", _PATENT) if patented else ()),
-        *("", "```python", "import retrofit", f'model = retrofit.load("hf-hub:OWNER/NAME"{into})', "```", ""),
+        *(
+            "",
+            "```python",
+            "import retrofit",
+            f'model = retrofit.load("hf-hub:OWNER/NAME"{into})',
+            "```",
+            "",
+        ),
         "timm opens it too." if opens else "timm alone does not open it, and says so.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,7 +1,9 @@
-"""Networks of timm, of torchvision and of one's own: found by name, built, and what they expect of their images.
+"""Networks of timm, of torchvision and of one's own: found by name, built, and what they expect of
+their images.
 
-One's own is `py:package.module:callable`, imported because the user typed it, and for no other reason. An artifact of
-such a network holds that name for people to read: what builds the network is said anew each time.
+One's own is `py:package.module:callable`, imported because the user typed it, and for no other
+reason. An artifact of such a network holds that name for people to read: what builds the network is
+said anew each time.
 """
 
 import difflib
@@ -26,23 +28,38 @@ import timm
 import timm.data
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, ImageNetInfo, infer_imagenet_subset
+from timm.data import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    ImageNetInfo,
+    infer_imagenet_subset,
+)
 from torch import nn
-from torchvision.models import WeightsEnum, get_model, get_model_builder, get_model_weights, list_models
+from torchvision.models import (
+    WeightsEnum,
+    get_model,
+    get_model_builder,
+    get_model_weights,
+    list_models,
+)
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, Preprocess, set_record
 from retrofit.utils.text import one_line, printable, with_class
 
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
-typed: dict[str, Callable[..., Any]] = {}  # what builds networks of one's own, by the names typed in this process
+typed: dict[
+    str, Callable[..., Any]
+    # what builds networks of one's own, by the names typed in this process
+] = {}
 
 
 def parse(text: str) -> ModelSource:
     """Find the network that a name means; a UsageError shows the closest names.
 
-    It may be a timm name with optional tag, `tv:NAME`, a name that only torchvision has, `hf-hub:ID`,
-    `local-dir:FOLDER`, or `py:package.module:callable`, which is imported: a RetrofitError says why it cannot be.
+    It may be a timm name with optional tag, `tv:NAME`, a name that only torchvision has,
+    `hf-hub:ID`, `local-dir:FOLDER`, or `py:package.module:callable`, which is imported: a
+    RetrofitError says why it cannot be.
     """
     if text.startswith(PREFIX):
         name = text.removeprefix(PREFIX)
@@ -54,7 +71,9 @@ def parse(text: str) -> ModelSource:
             return ModelSource("timm", f"hf-hub:{name}")
         case "local-dir", folder:
             if not (Path(folder) / "config.json").is_file():
-                raise UsageError(f"no folder with timm's config.json at {folder!r}; check the path after local-dir:")
+                raise UsageError(
+                    f"no folder with timm's config.json at {folder!r}; check the path after local-dir:"
+                )
             return ModelSource("timm", f"local-dir:{folder}")
         case "tv" | "torchvision", name if name in torchvision_names:
             return ModelSource("torchvision", name)
@@ -72,18 +91,26 @@ def parse(text: str) -> ModelSource:
 
 
 def split_prefix(text: str) -> tuple[str, str]:
-    """Split "hf_hub:NAME" into "hf-hub" and the name; the prefix is empty if there is none, or nothing follows it."""
+    """Split "hf_hub:NAME" into "hf-hub" and the name; the prefix is empty if there is none, or
+    nothing follows it.
+    """
     prefix, _, rest = text.partition(":")
     return (prefix.replace("_", "-").lower(), rest) if rest else ("", text)
 
 
 def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
     if Path(text).suffix == ".onnx":
-        return UsageError(f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of")
+        return UsageError(
+            f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of"
+        )
     if Path(text).suffix in _CHECKPOINTS:
-        return UsageError(f"{text} is no network's name and no artifact; give a name, and this file as its checkpoint")
+        return UsageError(
+            f"{text} is no network's name and no artifact; give a name, and this file as its checkpoint"
+        )
     if text and Path(text).exists():
-        return UsageError(f"{text} is no network's name; give an artifact (*.safetensors) or the name of a network")
+        return UsageError(
+            f"{text} is no network's name; give an artifact (*.safetensors) or the name of a network"
+        )
     close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
     close.sort(key=lambda name: not name.startswith(sought.lower()))
     forms = "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact"
@@ -92,15 +119,20 @@ def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> U
 
 
 def _imported(name: str) -> Callable[..., Any]:
-    """Import the callable that a user typed, "package.module:callable", also from the working folder."""
+    """Import the callable that a user typed, "package.module:callable", also from the working
+    folder.
+    """
     module_name, _, path = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
-        raise UsageError(f"{PREFIX}{printable(name, 100)} names no callable; write py:package.module:callable")
+        raise UsageError(
+            f"{PREFIX}{printable(name, 100)} names no callable; write py:package.module:callable"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         target: Any = importlib.import_module(module_name)
-    except Exception as error:  # anything may come out of the user's own module
+    # anything may come out of the user's own module
+    except Exception as error:
         what = f"cannot import {module_name} ({with_class(error)})"
         raise RetrofitError(f"{what}; run this in its folder, or set PYTHONPATH") from error
     for part in path.split("."):
@@ -110,7 +142,9 @@ def _imported(name: str) -> Callable[..., Any]:
             raise UsageError(f"{module_name} has no {path}; it has {', '.join(close)}")
         target = getattr(target, part)
     if not callable(target):
-        raise UsageError(f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds")
+        raise UsageError(
+            f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds"
+        )
     return target
 
 
@@ -129,18 +163,28 @@ def with_options(
 ) -> ModelSource:
     """Add the command line's options to a source, under the names that its builder knows them by.
 
-    A network that takes images of any size has no argument for it: there `img_size` changes nothing here, and the
-    caller records it in the preprocessing.
+    A network that takes images of any size has no argument for it: there `img_size` changes nothing
+    here, and the caller records it in the preprocessing.
     """
-    for size, value, least in (("num_classes", num_classes, 0), ("in_chans", in_chans, 1), ("img_size", img_size, 1)):
+    for size, value, least in (
+        ("num_classes", num_classes, 0),
+        ("in_chans", in_chans, 1),
+        ("img_size", img_size, 1),
+    ):
         if value is not None and value < least:
             raise UsageError(f"`{size}={value}` is out of range; it must be at least {least}")
     if model_kwargs and source.library == "own":
-        raise UsageError(f"`model_kwargs` means nothing to {source}; write a function that passes them, and name that")
+        raise UsageError(
+            f"`model_kwargs` means nothing to {source}; write a function that passes them, and name that"
+        )
     if in_chans is not None and source.library == "torchvision":
-        raise UsageError(f"torchvision's {source.name} has no `in_chans`; take timm's network instead")
+        raise UsageError(
+            f"torchvision's {source.name} has no `in_chans`; take timm's network instead"
+        )
     sizes = {"num_classes": num_classes, "in_chans": in_chans, _size_argument(source): img_size}
-    kwargs = {name: value for name, value in sizes.items() if name is not None and value is not None}
+    kwargs = {
+        name: value for name, value in sizes.items() if name is not None and value is not None
+    }
     return replace(source, kwargs={**source.kwargs, **(model_kwargs or {}), **kwargs})
 
 
@@ -155,24 +199,33 @@ def _size_argument(source: ModelSource) -> str | None:
 
 
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
-    """Build a network, with random weights or the library's trained ones; its record says where it came from."""
+    """Build a network, with random weights or the library's trained ones; its record says where it
+    came from.
+    """
     if ":" not in source.name:
         parse(str(source))
     fetches = pretrained or source.name.startswith("hf-hub:")
     try:
         # what the libraries say about defaults that will change is not for the user
-        with warnings.catch_warnings(action="ignore"), no_waiting_for_the_hub() if fetches else nullcontext():
+        with (
+            warnings.catch_warnings(action="ignore"),
+            no_waiting_for_the_hub() if fetches else nullcontext(),
+        ):
             if source.library == "own":
                 model = _build_own(source.name, source.kwargs)
             elif source.library == "torchvision":
                 model, source = _build_torchvision(source, pretrained)
             else:
                 model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
-                if ":" in source.name:  # so that the hub or the folder is not needed again
+                # so that the hub or the folder is not needed again
+                if ":" in source.name:
                     source = timm_source(model) or source
     except RetrofitError:
         raise
-    except Exception as error:  # the builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
+    except (
+        Exception
+        # the builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
+    ) as error:
         raise _build_error(source, pretrained, error) from error
     set_record(model, source=source)
     return model
@@ -180,21 +233,31 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
 
 def _build_own(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     if name not in typed:
-        raise RetrofitError(f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here")
+        raise RetrofitError(
+            f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here"
+        )
     if missing := [key for key in kwargs if not _takes(name, key)]:
-        raise UsageError(f"{name} takes no {missing[0]}; give it that argument, or leave out `{missing[0]}`")
+        raise UsageError(
+            f"{name} takes no {missing[0]}; give it that argument, or leave out `{missing[0]}`"
+        )
     try:
         model = typed[name](**kwargs)
-    except Exception as error:  # anything may come out of the user's own code
+    # anything may come out of the user's own code
+    except Exception as error:
         raise RetrofitError(f"{name} builds no network ({with_class(error)}); mend it") from error
     if not isinstance(model, nn.Module):
-        raise RetrofitError(f"{name} returns a {type(model).__name__}; let it return a torch.nn.Module")
+        raise RetrofitError(
+            f"{name} returns a {type(model).__name__}; let it return a torch.nn.Module"
+        )
     return model
 
 
 def _takes(name: str, argument: str) -> bool:
     """Whether a builder that was typed has an argument of this name."""
-    return any(argument == p.name or p.kind is p.VAR_KEYWORD for p in signature(typed[name]).parameters.values())
+    return any(
+        argument == p.name or p.kind is p.VAR_KEYWORD
+        for p in signature(typed[name]).parameters.values()
+    )
 
 
 def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
@@ -206,10 +269,18 @@ def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module
         kwargs["weights_backbone"] = "DEFAULT" if kwargs.pop("trained_backbone", False) else None
         structure_only |= kwargs["weights_backbone"] is not None
     with ExitStack() as patches:
-        if structure_only:  # what torchvision builds for weights (frozen norms, no auxiliary heads), without any
+        if (
+            structure_only
+        ):  # what torchvision builds for weights (frozen norms, no auxiliary heads), without any
             patches.enter_context(mock.patch.object(WeightsEnum, "get_state_dict", return_value={}))
-            patches.enter_context(mock.patch.object(nn.Module, "load_state_dict", return_value=None))
-            if weights is not None and "categories" in weights.meta and (classes := kwargs.get("num_classes")):
+            patches.enter_context(
+                mock.patch.object(nn.Module, "load_state_dict", return_value=None)
+            )
+            if (
+                weights is not None
+                and "categories" in weights.meta
+                and (classes := kwargs.get("num_classes"))
+            ):
                 # builders compare another number of classes with the names in the weights' record
                 patches.enter_context(mock.patch.dict(weights.meta, categories=range(classes)))
         model = get_model(source.name, weights=weights, **kwargs)
@@ -220,7 +291,9 @@ def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module
 
 @contextmanager
 def no_waiting_for_the_hub() -> Iterator[None]:
-    """Without a network use only what is cached: the hub's client would try, and say so, for 20 seconds a file."""
+    """Without a network use only what is cached: the hub's client would try, and say so, for 20
+    seconds a file.
+    """
     offline, log = constants.HF_HUB_OFFLINE, logging.getLogger("huggingface_hub")
     if not urllib.request.getproxies():
         try:
@@ -235,17 +308,24 @@ def no_waiting_for_the_hub() -> Iterator[None]:
 
 def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
     said = one_line(error)
-    if isinstance(error, LocalEntryNotFoundError):  # its message is three sentences long
+    # its message is three sentences long
+    if isinstance(error, LocalEntryNotFoundError):
         said = "it is not in the cache, and the hub cannot be reached"
     on_hub = source.name.startswith("hf-hub:")
     if isinstance(error, OSError) and (pretrained or on_hub):
         instead = "pass `checkpoint=FILE`" + (" with a plain timm name" if on_hub else "")
         return RetrofitError(f"cannot download {source} ({said}); check the network, or {instead}")
-    if pretrained and ("No pretrained weights" in said or isinstance(error, KeyError | AttributeError)):
-        return RetrofitError(f"no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`")
+    if pretrained and (
+        "No pretrained weights" in said or isinstance(error, KeyError | AttributeError)
+    ):
+        return RetrofitError(
+            f"no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`"
+        )
     if source.kwargs:
         given = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
-        return UsageError(f"cannot build {source} with {given}: {said}; change or drop these options")
+        return UsageError(
+            f"cannot build {source} with {given}: {said}; change or drop these options"
+        )
     return RetrofitError(f"cannot build {source}: {said}; choose another network")
 
 
@@ -258,7 +338,8 @@ def timm_source(model: nn.Module) -> ModelSource | None:
     try:
         name = parse(name).name
     except UsageError:
-        name = cfg["architecture"]  # a tag that only the hub's file knows
+        # a tag that only the hub's file knows
+        name = cfg["architecture"]
     registered = timm.models.get_pretrained_cfg(name)
     defaults = _builder_arguments(registered.to_dict()) if registered is not None else {}
     arguments = {**_builder_arguments(cfg), **getattr(model, "_model_args", {})}
@@ -268,14 +349,20 @@ def timm_source(model: nn.Module) -> ModelSource | None:
         arguments = json.loads(json.dumps(arguments))
     except TypeError as error:
         what = f"{name} was built with an argument that a file cannot hold ({error})"
-        raise RetrofitError(f"{what}; build it from names and numbers, or `save(source='own')`") from error
+        raise RetrofitError(
+            f"{what}; build it from names and numbers, or `save(source='own')`"
+        ) from error
     changed = {key: value for key, value in arguments.items() if defaults.get(key) != value}
-    return ModelSource("timm", name, {key: value for key, value in changed.items() if key not in RESERVED_KWARGS})
+    return ModelSource(
+        "timm", name, {key: value for key, value in changed.items() if key not in RESERVED_KWARGS}
+    )
 
 
 def _builder_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the builder's arguments that timm takes from a pretrained_cfg."""
-    arguments = {name: cfg[name] for name in ("num_classes", "global_pool") if cfg.get(name) is not None}
+    arguments = {
+        name: cfg[name] for name in ("num_classes", "global_pool") if cfg.get(name) is not None
+    }
     if cfg.get("input_size"):
         arguments["in_chans"] = cfg["input_size"][0]
         if cfg.get("fixed_input_size"):
@@ -284,10 +371,11 @@ def _builder_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
-    """Return the preprocessing that the library prescribes for a network's weights, fitted to its input.
+    """Return the preprocessing that the library prescribes for a network's weights, fitted to its
+    input.
 
-    A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it gets timm's usual
-    one, images of 224 pixels with ImageNet's mean and standard deviation.
+    A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it
+    gets timm's usual one, images of 224 pixels with ImageNet's mean and standard deviation.
     """
     if source.library == "torchvision":
         usual = _torchvision_preprocess(source)
@@ -298,7 +386,9 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         try:
             usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
         except (TypeError, ValueError, OverflowError) as error:
-            raise RetrofitError(f"the network's `pretrained_cfg` is wrong ({one_line(error)}); mend it") from error
+            raise RetrofitError(
+                f"the network's `pretrained_cfg` is wrong ({one_line(error)}); mend it"
+            ) from error
     size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
     height, width = (size, size) if isinstance(size, int) else size or usual.input_size[1:]
     channels = source.kwargs.get("in_chans", usual.input_size[0])
@@ -312,11 +402,16 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
 
 def _torchvision_preprocess(source: ModelSource) -> Preprocess:
     try:
-        transforms = get_model_weights(source.name)[source.kwargs.get("weights", "DEFAULT")].transforms()
-    except (ValueError, KeyError):  # a network that the user registered, without weights
+        transforms = get_model_weights(source.name)[
+            source.kwargs.get("weights", "DEFAULT")
+        ].transforms()
+    # a network that the user registered, without weights
+    except (ValueError, KeyError):
         transforms = None
     resize = getattr(transforms, "resize_size", None) or [224 * 8 // 7]
-    crop = getattr(transforms, "crop_size", None) or (resize if hasattr(transforms, "resize_size") else [224])
+    crop = getattr(transforms, "crop_size", None) or (
+        resize if hasattr(transforms, "resize_size") else [224]
+    )
     return Preprocess(
         input_size=(3, crop[0], crop[-1]),
         mean=tuple(getattr(transforms, "mean", IMAGENET_DEFAULT_MEAN)),
@@ -327,11 +422,15 @@ def _torchvision_preprocess(source: ModelSource) -> Preprocess:
 
 
 def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
-    """Name a pretrained network's outputs, ImageNet's by WordNet id; None where the library does not tell."""
+    """Name a pretrained network's outputs, ImageNet's by WordNet id; None where the library does
+    not tell.
+    """
     if source.library == "torchvision":
         weights = source.kwargs.get("weights")
         names = get_model_weights(source.name)[weights].meta.get("categories") if weights else None
-        return list(ImageNetInfo().label_names() if len(names) == 1000 else names) if names else None
+        return (
+            list(ImageNetInfo().label_names() if len(names) == 1000 else names) if names else None
+        )
     if names := getattr(model, "pretrained_cfg", {}).get("label_names"):
         return list(names) if len(names) == getattr(model, "num_classes", None) else None
     subset = infer_imagenet_subset(model)

@@ -10,12 +10,21 @@ from torch import nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.checkpoint import Match, load_into, read_checkpoint
-from retrofit.networks.library import build, class_source, labels_of, parse, preprocess_of, weights_name, with_options
+from retrofit.networks.library import (
+    build,
+    class_source,
+    labels_of,
+    parse,
+    preprocess_of,
+    weights_name,
+    with_options,
+)
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of, strength_layers
 from retrofit.utils.text import plural, printable, shortlist
 
-_DIGITS = 4  # of a strength that someone has set
+# of a strength that someone has set
+_DIGITS = 4
 
 
 @dataclass
@@ -23,8 +32,10 @@ class Network:
     """A network, whose record holds what is known about it."""
 
     model: nn.Module
-    warnings: tuple[str, ...] = ()  # sentences for the user
-    artifact: str | None = None  # the file it was read from, if it was
+    # sentences for the user
+    warnings: tuple[str, ...] = ()
+    # the file it was read from, if it was
+    artifact: str | None = None
 
     @property
     def source(self) -> ModelSource:
@@ -48,14 +59,23 @@ class Network:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it is, as JSON values: `model`, `target` (what it was converted to last), `strength` and `weights`."""
+        """What it is, as JSON values: `model`, `target` (what it was converted to last), `strength`
+        and `weights`.
+        """
         plans, strength = plans_of(self.model), artifact.common_strength(self.model)
         target = plans[-1].to if plans else None
-        return {"model": self.source.name, "target": target, "strength": strength, "weights": self.weights}
+        return {
+            "model": self.source.name,
+            "target": target,
+            "strength": strength,
+            "weights": self.weights,
+        }
 
 
 def strength_sentence(model: nn.Module) -> str | None:
-    """Say how far a network is on its way from its source to its target; None if no layer has a strength."""
+    """Say how far a network is on its way from its source to its target; None if no layer has a
+    strength.
+    """
     values = [float(layer.strength) for layer in strength_layers(model)]
     if not values:
         return None
@@ -67,8 +87,9 @@ def strength_sentence(model: nn.Module) -> str | None:
 def odd_strengths(model: nn.Module) -> str | None:
     """Say that layers stand at a strength that looks like no one's choice; None if none does.
 
-    torch's averages of weights average every buffer, if asked to, and so the strength: after 50 steps of a ramp to 1
-    with decay 0.98 it stands at 0.36, and the average would evaluate as other layers than its model's.
+    torch's averages of weights average every buffer, if asked to, and so the strength: after 50
+    steps of a ramp to 1 with decay 0.98 it stands at 0.36, and the average would evaluate as other
+    layers than its model's.
     """
     strengths = [layer.stored_strength for layer in strength_layers(model)]
     if not (odd := sorted({t for t in strengths if abs(t - round(t, _DIGITS)) > 1e-6})):
@@ -91,7 +112,9 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
             key, others = weights.get("key"), weights.get("others") or []
             part = f", its {printable(key, 64)}" if key else ""
             part += " in PART" if weights.get("left_random") else ""
-            instead = f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)" if others else ""
+            instead = (
+                f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)" if others else ""
+            )
             return f"weights: checkpoint {printable(weights.get('from'), 200)}{part}{instead}"
         case _:
             return "weights: of unknown origin (saved from Python without weights=)"
@@ -111,41 +134,68 @@ def open_model(
     model_kwargs: Mapping[str, Any] | None = None,
     network: str | None = None,
 ) -> Network:
-    """Open a network by a name that `parse` takes, or an artifact by its path or the hub's name of it.
+    """Open a network by a name that `parse` takes, or an artifact by its path or the hub's name of
+    it.
 
-    `match` (None is "name"), `checkpoint_key` and `checkpoint_partial` are what `load_into` and `read_checkpoint` take;
-    sizes that are None are the library's. `network`, `py:package.module:callable`, builds what an artifact of a user's
-    own network holds.
+    `match` (None is "name"), `checkpoint_key` and `checkpoint_partial` are what `load_into` and
+    `read_checkpoint` take; sizes that are None are the library's. `network`,
+    `py:package.module:callable`, builds what an artifact of a user's own network holds.
     """
-    options: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans, "img_size": img_size}
+    options: dict[str, Any] = {
+        "num_classes": num_classes,
+        "in_chans": in_chans,
+        "img_size": img_size,
+    }
     options["model_kwargs"] = model_kwargs
     if (file := artifact.artifact_path(text)) is not None:
         others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
         if given := [f"`{name}`" for name, value in others.items() if value not in (None, False)]:
-            raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}")
+            raise UsageError(
+                f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}"
+            )
         return _open_artifact(str(file), network)
     if network is not None:
-        raise UsageError(f"`network` builds what an artifact of your own network holds; {text} is none, drop it")
+        raise UsageError(
+            f"`network` builds what an artifact of your own network holds; {text} is none, drop it"
+        )
     if pretrained and checkpoint is not None:
-        raise UsageError("`pretrained` and `checkpoint` are two sources of weights; pass one of them")
-    chosen = {"match": match, "checkpoint_key": checkpoint_key, "checkpoint_partial": checkpoint_partial}
+        raise UsageError(
+            "`pretrained` and `checkpoint` are two sources of weights; pass one of them"
+        )
+    chosen = {
+        "match": match,
+        "checkpoint_key": checkpoint_key,
+        "checkpoint_partial": checkpoint_partial,
+    }
     if checkpoint is None and (names := [name for name, value in chosen.items() if value]):
-        raise UsageError(f"`{names[0]}` says what to take of a checkpoint; give `checkpoint=FILE` too")
+        raise UsageError(
+            f"`{names[0]}` says what to take of a checkpoint; give `checkpoint=FILE` too"
+        )
     if "weights" in (model_kwargs or {}) and not pretrained:
-        raise UsageError("'weights' in `model_kwargs` chooses among pretrained weights; pass `pretrained=True` too")
+        raise UsageError(
+            "'weights' in `model_kwargs` chooses among pretrained weights; pass `pretrained=True` too"
+        )
     source = with_options(parse(text), **options)
     if pretrained and source.library == "own":
-        raise UsageError(f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`")
+        raise UsageError(
+            f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`"
+        )
     if checkpoint is not None and artifact.is_artifact(checkpoint):
-        raise RetrofitError(f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL")
+        raise RetrofitError(
+            f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL"
+        )
     read = None if checkpoint is None else read_checkpoint(checkpoint, checkpoint_key)
 
     model = build(source, pretrained)
     source = record_of(model).source or source
     preprocess = preprocess_of(model, source)
     if img_size is not None:
-        if with_options(source, img_size=img_size) != source:  # what lies behind hf-hub: or local-dir: is known by now
-            raise UsageError(f"{text} is built for one size; pass `model_kwargs={{'img_size': {img_size}}}`")
+        if (
+            with_options(source, img_size=img_size) != source
+        ):  # what lies behind hf-hub: or local-dir: is known by now
+            raise UsageError(
+                f"{text} is built for one size; pass `model_kwargs={{'img_size': {img_size}}}`"
+            )
         preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
     labels, warnings = None, []
     weights: dict[str, Any] = {"kind": "random", "from": None}
@@ -176,5 +226,7 @@ def _open_artifact(path: str, network: str | None) -> Network:
         sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
         given: dict[str, Any] = {name: size for name, size in sizes.items() if type(size) is int}
         into = build(with_options(parse(network), **given)).train()
-    model, held = artifact.opened(path, into, "say what builds it with `network='py:MODULE:CALLABLE'`")
+    model, held = artifact.opened(
+        path, into, "say what builds it with `network='py:MODULE:CALLABLE'`"
+    )
     return Network(model, (held.not_checked,) if held.not_checked else (), path)

@@ -1,7 +1,9 @@
-"""A network built again: which of its library's it is, proved by building that one, and never more than a file holds.
+"""A network built again: which of its library's it is, proved by building that one, and never more
+than a file holds.
 
-A manifest names a network and its sizes in a few bytes; building a network of a million layers, to find that the file
-holds sixty tensors, would take minutes and gigabytes. So the file's tensors bound the building.
+A manifest names a network and its sizes in a few bytes; building a network of a million layers, to
+find that the file holds sixty tensors, would take minutes and gigabytes. So the file's tensors
+bound the building.
 """
 
 import inspect
@@ -29,11 +31,13 @@ from retrofit.surgery import Plan, plans_of, replay
 from retrofit.utils.running import hooked
 from retrofit.utils.text import printable
 
-_SIZES = 4  # a detector's head has one for the classes and one for their boxes
-# Attributes that say nothing of what a network computes, that a file holds by itself, or that a layer works out when it
-# is called first.
+# a detector's head has one for the classes and one for their boxes
+_SIZES = 4
+# Attributes that say nothing of what a network computes, that a file holds by itself, or that a
+# layer works out when it is called first.
 _NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "scales", "map_levels", *SETTINGS}
-# Arguments that make torchvision's builders build other modules: what to look for, and what to pass then.
+# Arguments that make torchvision's builders build other modules: what to look for, and what to pass
+# then.
 _STRUCTURES = {
     "aux_loss": ("aux_loss", True),
     "aux_logits": ("aux_logits", False),
@@ -41,7 +45,10 @@ _STRUCTURES = {
 }
 # Builders make a few tensors that they replace or drop, and modules without tensors.
 _SLACK_TENSORS, _SLACK_ELEMENTS = 1_000, 10_000_000
-_NUMBER = 10_000  # above any size of a network that its tensors' shapes do not show, an image's side say
+_NUMBER = (
+    # above any size of a network that its tensors' shapes do not show, an image's side say
+    10_000
+)
 _ITEMS = 100_000
 
 
@@ -50,18 +57,20 @@ class TooLargeError(RetrofitError):
 
 
 def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[ModelSource, nn.Module]:
-    """Tell where a network, converted or not, comes from, and return the skeleton of what is built there as the proof.
+    """Tell where a network, converted or not, comes from, and return the skeleton of what is built
+    there as the proof.
 
-    Compared are tensors' names and shapes, and every module's class and plain attributes; a RetrofitError says what
-    differs. The skeleton is converted as `model` is, and on the meta device where it builds there. `source` is the
-    answer where the network cannot tell.
+    Compared are tensors' names and shapes, and every module's class and plain attributes; a
+    RetrofitError says what differs. The skeleton is converted as `model` is, and on the meta device
+    where it builds there. `source` is the answer where the network cannot tell.
 
-    Of a network that is the user's own, and that nobody said how to build, the source is its class and the skeleton is
-    the network itself.
+    Of a network that is the user's own, and that nobody said how to build, the source is its class
+    and the skeleton is the network itself.
     """
     ours = tensors_of(model)
     known = source or record_of(model).source or library.timm_source(model)
-    problems: list[tuple[int, str]] = []  # how many tensors differ, and what does
+    # how many tensors differ, and what does
+    problems: list[tuple[int, str]] = []
     for candidate in _torchvision_sources(model) if known is None else [known]:
         if candidate.library == "own" and candidate.name not in library.typed:
             return candidate, model
@@ -73,16 +82,22 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
                 problems.append((len(ours), str(error)))
                 continue
             theirs = tensors_of(built)
-            shared = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
+            shared = [
+                name for name in ours if name in theirs and ours[name].shape == theirs[name].shape
+            ]
             unlike = {**ours, **theirs}.keys() - shared
             if unlike:
-                problems.append((len(unlike), f"of the tensors of {likely} here are {misfit(theirs, ours)}"))
+                problems.append(
+                    (len(unlike), f"of the tensors of {likely} here are {misfit(theirs, ours)}")
+                )
             elif problem := _module_difference(model, built, likely):
                 problems.append((0, problem))
             else:
                 return likely, built
             if unlike and likely is candidate:
-                sources += _other_classes(likely, model, [ours[name] for name in unlike if name in ours])
+                sources += _other_classes(
+                    likely, model, [ours[name] for name in unlike if name in ours]
+                )
     if not problems:
         return library.class_source(model), model
     nearest = min(problems, key=itemgetter(0))[1]
@@ -93,7 +108,9 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
 
 
 def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
-    """List what torchvision's builders make of the model's class, its own file's and usual arguments first."""
+    """List what torchvision's builders make of the model's class, its own file's and usual
+    arguments first.
+    """
     home = type(model).__module__
     if not home.startswith("torchvision."):
         return
@@ -102,7 +119,9 @@ def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
     names = [name for name in builders if builders[name].__module__.startswith(package)]
     for name in sorted(names, key=lambda name: builders[name].__module__ != home):
         parameters = inspect.signature(builders[name]).parameters
-        present = [argument for looked_for, argument in _STRUCTURES.items() if looked_for in parameters]
+        present = [
+            argument for looked_for, argument in _STRUCTURES.items() if looked_for in parameters
+        ]
         for chosen in itertools.product((False, True), repeat=len(present)):
             source = ModelSource("torchvision", name, dict(itertools.compress(present, chosen)))
             with suppress(RetrofitError):
@@ -110,8 +129,12 @@ def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
                     yield source
 
 
-def _other_classes(source: ModelSource, model: nn.Module, unlike: list[Tensor]) -> list[ModelSource]:
-    """Return a source with the numbers of classes that the network may have: what it says, or a size that differs."""
+def _other_classes(
+    source: ModelSource, model: nn.Module, unlike: list[Tensor]
+) -> list[ModelSource]:
+    """Return a source with the numbers of classes that the network may have: what it says, or a
+    size that differs.
+    """
     sizes = sorted({len(tensor) for tensor in unlike if tensor.ndim})
     numbers = [getattr(model, "num_classes", None), *(sizes if len(sizes) <= _SIZES else ())]
     return [
@@ -122,24 +145,33 @@ def _other_classes(source: ModelSource, model: nn.Module, unlike: list[Tensor]) 
 
 
 def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str:
-    """Name the first thing in which a network differs from what its library builds; empty if there is none.
+    """Name the first thing in which a network differs from what its library builds; empty if there
+    is none.
 
-    Compared are names and classes of modules, and attributes that are numbers, words or lists of them. An attribute
-    that only one of the two has does not count: it is a note, or comes and goes with a library's versions.
+    Compared are names and classes of modules, and attributes that are numbers, words or lists of
+    them. An attribute that only one of the two has does not count: it is a note, or comes and goes
+    with a library's versions.
     """
     ours, theirs = dict(model.named_modules()), dict(built.named_modules())
     for name in dict.fromkeys((*ours, *theirs)):
         label = printable(name, 64) or "the network"
-        kinds = [f"a {type(modules[name]).__name__}" if name in modules else "absent" for modules in (ours, theirs)]
+        kinds = [
+            f"a {type(modules[name]).__name__}" if name in modules else "absent"
+            for modules in (ours, theirs)
+        ]
         if kinds[0] != kinds[1]:
             return f"{label} is {kinds[0]} here, {kinds[1]} in {source}"
         here, there = vars(ours[name]), vars(theirs[name])
         if "forward" in here and "forward" not in there and "_original_forward" not in here:
             return f"{label} has a forward of its own here, none in {source}"
-        for key in [key for key in here if key in there and not key.startswith("_") and key not in _NEUTRAL]:
-            if f"setting_{key}" in ours[name]._buffers:  # the state dict holds it
+        for key in [
+            key for key in here if key in there and not key.startswith("_") and key not in _NEUTRAL
+        ]:
+            # the state dict holds it
+            if f"setting_{key}" in ours[name]._buffers:
                 continue
-            with suppress(TypeError, ValueError):  # it is no plain value
+            # it is no plain value
+            with suppress(TypeError, ValueError):
                 if _plain(here[key]) != _plain(there[key]):
                     values = [printable(values[key], 80) for values in (here, there)]
                     return f"{printable(key, 64)} of {label} is {values[0]} here, {values[1]} in {source}"
@@ -147,31 +179,40 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
 
 
 def _plain(value: object) -> Any:
-    """Return a number, a word or a list of them so that NaN is itself and a tuple is a list; else raise TypeError."""
+    """Return a number, a word or a list of them so that NaN is itself and a tuple is a list; else
+    raise TypeError.
+    """
     if not isinstance(value, int | float | str | list | tuple | None):
         raise TypeError
     return json.loads(json.dumps(value), parse_constant=str)
 
 
 def skeleton(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
-    """Build a network, converted, for its structure: without memory for its tensors, where it can be built so."""
+    """Build a network, converted, for its structure: without memory for its tensors, where it can
+    be built so.
+    """
     try:
         with torch.device("meta"):
             return replay(library.build(source), plans)
     except TooLargeError:
         raise
-    except Exception:  # some builders compute with values; then the real ones are needed
+    # some builders compute with values; then the real ones are needed
+    except Exception:
         return rebuilt(source, plans)
 
 
 def rebuilt(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
-    """Build a network, converted, whose tensors are about to be loaded: what would be random is zero."""
+    """Build a network, converted, whose tensors are about to be loaded: what would be random is
+    zero.
+    """
     with torch.random.fork_rng(devices=[]), _NoRandomValues():
         return replay(library.build(source), plans)
 
 
 class _NoRandomValues(TorchDispatchMode):
-    """Leaves out what fills tensors with random numbers: a fifth of a second for resnet50, seconds for large ones."""
+    """Leaves out what fills tensors with random numbers: a fifth of a second for resnet50, seconds
+    for large ones.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
@@ -181,7 +222,9 @@ class _NoRandomValues(TorchDispatchMode):
 
 @contextmanager
 def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let builders raise TooLargeError, before they fill in values, for networks far larger than these tensors."""
+    """Let builders raise TooLargeError, before they fill in values, for networks far larger than
+    these tensors.
+    """
     most = {"tensors": 4 * len(tensors) + _SLACK_TENSORS}
     most["modules"] = 4 * most["tensors"]
     most["elements"] = 4 * sum(tensor.numel() for tensor in tensors.values()) + _SLACK_ELEMENTS
@@ -191,17 +234,23 @@ def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
         counts["tensors" if isinstance(child, Tensor) else "modules"] += 1
         counts["elements"] += child.numel() if isinstance(child, Tensor) else 0
         if any(counts[kind] > most[kind] for kind in most):
-            raise TooLargeError(f"its manifest names a network far larger than the {len(tensors)} tensors in the file")
+            raise TooLargeError(
+                f"its manifest names a network far larger than the {len(tensors)} tensors in the file"
+            )
 
     kinds = ("parameter", "buffer", "module")
-    with hooked(getattr(hooks, f"register_module_{kind}_registration_hook")(count) for kind in kinds):
+    with hooked(
+        getattr(hooks, f"register_module_{kind}_registration_hook")(count) for kind in kinds
+    ):
         yield
 
 
 def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check JSON values that decide a network's size, a builder's arguments say, against the tensors of its file.
+    """Check JSON values that decide a network's size, a builder's arguments say, against the
+    tensors of its file.
 
-    A TooLargeError says that a number is beyond any size that these tensors show, or that there are too many values.
+    A TooLargeError says that a number is beyond any size that these tensors show, or that there are
+    too many values.
     """
     largest = max([_NUMBER, *(2 * size for tensor in tensors.values() for size in tensor.shape)])
     leaves = tree_leaves(values)
@@ -209,4 +258,6 @@ def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
         raise TooLargeError("its manifest gives it more arguments than a network has")
     for leaf in leaves:
         if isinstance(leaf, int | float) and math.isfinite(leaf) and abs(leaf) > largest:
-            raise TooLargeError(f"its manifest asks for {leaf:.6g} of something, far more than its tensors show")
+            raise TooLargeError(
+                f"its manifest asks for {leaf:.6g} of something, far more than its tensors show"
+            )

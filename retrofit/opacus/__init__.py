@@ -1,15 +1,19 @@
-"""Import this to prepare Opacus (1.6) for the layers: it registers validators, a fixer and per-sample gradients.
+"""Import this to prepare Opacus (1.6) for the layers: it registers validators, a fixer and
+per-sample gradients.
 
     import retrofit.opacus
-    model = ModuleValidator.fix(model)            # BatchNorm keeps its trained function; see `fix_batch_norm`
-    model, optimizer, loader = PrivacyEngine().make_private(module=model, ...)
+    model = ModuleValidator.fix(model)            # BatchNorm keeps its trained function; see
+    `fix_batch_norm` model, optimizer, loader = PrivacyEngine().make_private(module=model, ...)
 
-- The validator refuses layers that mix the samples of a batch: bnn, dbn, dbnn, and timm's BatchNormAct2d.
-- GradSampleModule accepts batch-independent converted networks as they are, at any strength, in mode "hooks". Modes
-  "functorch" and "ew" accept them after `retrofit.plain`, and accept the layers that the fixer puts in for BatchNorm.
+- The validator refuses layers that mix the samples of a batch: bnn, dbn, dbnn, and timm's
+BatchNormAct2d.
+- GradSampleModule accepts batch-independent converted networks as they are, at any strength, in
+mode "hooks". Modes
+  "functorch" and "ew" accept them after `retrofit.plain`, and accept the layers that the fixer puts
+  in for BatchNorm.
 
-Running statistics are constants here. They are part of the model that training starts from, and that model must not
-have seen the private data.
+Running statistics are constants here. They are part of the model that training starts from, and
+that model must not have seen the private data.
 """
 
 import copy
@@ -22,7 +26,11 @@ from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from opacus.grad_sample.utils import register_grad_sampler
 from opacus.utils.module_utils import has_trainable_params, trainable_modules
 from opacus.validators import ModuleValidator, batch_norm
-from opacus.validators.errors import IllegalModuleConfigurationError, ShouldReplaceModuleError, UnsupportedModuleError
+from opacus.validators.errors import (
+    IllegalModuleConfigurationError,
+    ShouldReplaceModuleError,
+    UnsupportedModuleError,
+)
 from opacus.validators.utils import register_module_fixer, register_module_validator
 from timm.layers import BatchNormAct2d, SyncBatchNormAct
 from torch import Tensor, nn
@@ -43,11 +51,20 @@ from retrofit.utils.text import ROOT, shortlist
 __all__ = ["fix_batch_norm"]
 
 _OURS = [found for found in vars(layers).values() if inspect.isclass(found)]
-_NORMS = (layers.FrozenBatchNorm, layers.GroupNormalNorm, layers.LayerNormalNorm, layers.MigratedGroupNorm)
+_NORMS = (
+    layers.FrozenBatchNorm,
+    layers.GroupNormalNorm,
+    layers.LayerNormalNorm,
+    layers.MigratedGroupNorm,
+)
 _OTHERS = (_InstanceNormalNorm, ProxyNorm, WeightStandardization)
-_OF_BATCHES: list[type[nn.Module]] = [found for found in _OURS if issubclass(found, BatchStatisticsMixin)]
+_OF_BATCHES: list[type[nn.Module]] = [
+    found for found in _OURS if issubclass(found, BatchStatisticsMixin)
+]
 # The layers whose outputs for one sample no other sample changes.
-_OF_SAMPLES: list[type[nn.Module]] = [found for found in _OURS if issubclass(found, (*_NORMS, *_OTHERS))]
+_OF_SAMPLES: list[type[nn.Module]] = [
+    found for found in _OURS if issubclass(found, (*_NORMS, *_OTHERS))
+]
 
 
 @register_module_validator([*_OF_BATCHES, BatchNormAct2d, SyncBatchNormAct])
@@ -58,26 +75,48 @@ def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
         fix = "set requires_grad of its weight and bias to False, or convert the source network to frozen"
         return [IllegalModuleConfigurationError(f"{what} {why}; {fix}")]
     ours = type(module) in _OF_BATCHES
-    fix = "convert the source network to ln, gn or frozen instead" if ours else "ModuleValidator.fix(model) replaces it"
-    return [ShouldReplaceModuleError(f"{what} normalizes each sample by its batch, so no gradient is one's own; {fix}")]
+    fix = (
+        "convert the source network to ln, gn or frozen instead"
+        if ours
+        else "ModuleValidator.fix(model) replaces it"
+    )
+    return [
+        ShouldReplaceModuleError(
+            f"{what} normalizes each sample by its batch, so no gradient is one's own; {fix}"
+        )
+    ]
 
 
 @register_module_validator(_OF_SAMPLES)
 def _refuse_randomness(module: nn.Module) -> list[UnsupportedModuleError]:
-    """Refuse running statistics that move in training, and noise: gradients come from a second run of the layer."""
+    """Refuse running statistics that move in training, and noise: gradients come from a second run
+    of the layer.
+    """
     what = type(module).__name__
     drop = getattr(module, "drop", None)
     if isinstance(module, RunningNormality) and module.track_running_stats:
-        return [ShouldReplaceModuleError(f"{what} averages statistics of private samples; build it without tracking")]
+        return [
+            ShouldReplaceModuleError(
+                f"{what} averages statistics of private samples; build it without tracking"
+            )
+        ]
     if getattr(module, "noise", 0) > 0:
-        return [IllegalModuleConfigurationError(f"{what} adds noise of its own; set its noise to 0")]
+        return [
+            IllegalModuleConfigurationError(f"{what} adds noise of its own; set its noise to 0")
+        ]
     if getattr(drop, "p", 0) or getattr(drop, "drop_prob", 0):
-        return [IllegalModuleConfigurationError(f"{what} holds a dropout; set its `drop` to nn.Identity()")]
+        return [
+            IllegalModuleConfigurationError(
+                f"{what} holds a dropout; set its `drop` to nn.Identity()"
+            )
+        ]
     return []
 
 
 def _over_batches(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the layers that normalize by the batch as they stand, whether or not they are trained."""
+    """Return, by name, the layers that normalize by the batch as they stand, whether or not they
+    are trained.
+    """
     return {
         name or ROOT: layer
         for name, layer in model.named_modules()
@@ -89,7 +128,10 @@ def _refusal(found: dict[str, nn.Module]) -> str:
     kinds = shortlist(sorted({type(layer).__name__ for layer in found.values()}))
     held = "call retrofit.freeze_norms(model), or convert the source network to frozen"
     if any(layer.running_mean is None for layer in found.values()):
-        held = "build those without running statistics with track_running_stats=True and train them; then " + held
+        held = (
+            "build those without running statistics with track_running_stats=True and train them; then "
+            + held
+        )
     return f"{kinds} normalizes each sample by its batch, trained or not ({shortlist(list(found))}); {held}"
 
 
@@ -99,7 +141,9 @@ def _validate_network(
     """Opacus's check of the trained layers, and ours of the others: they too mix the samples."""
     errors: list[UnsupportedModuleError] = _opacus_validate(module)
     checked = [layer for _, layer in trainable_modules(module) if type(layer) in cls.VALIDATORS]
-    if rest := {name: layer for name, layer in _over_batches(module).items() if layer not in checked}:
+    if rest := {
+        name: layer for name, layer in _over_batches(module).items() if layer not in checked
+    }:
         errors.append(ShouldReplaceModuleError(_refusal(rest)))
     if strict and errors:
         raise UnsupportedModuleError(errors)
@@ -107,17 +151,25 @@ def _validate_network(
 
 
 @register_module_fixer(
-    [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, BatchNormAct2d, SyncBatchNormAct]
+    [
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+        nn.SyncBatchNorm,
+        BatchNormAct2d,
+        SyncBatchNormAct,
+    ]
 )
 def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
     """Return plain layers that replace a torch or timm BatchNorm, with its statistics as constants.
 
     Args:
         module: The BatchNorm.
-        **kwargs: Arguments passed to `ModuleValidator.fix(model, ...)`. `to`: "frozen" keeps the function exactly, as a
-            constant affine map with trainable gamma and beta; "ln" and "gn" normalize each sample, and stay close to
-            the trained function. Default: "frozen" for a trained layer, "ln" for an untrained one.
-            `num_groups`: groups for "gn", which becomes the default. `replace_bn_with_in`: use Opacus's own fixer.
+        **kwargs: Arguments passed to `ModuleValidator.fix(model, ...)`. `to`: "frozen" keeps the
+            function exactly, as a constant affine map with trainable gamma and beta; "ln" and "gn"
+            normalize each sample, and stay close to the trained function. Default: "frozen" for a
+            trained layer, "ln" for an untrained one. `num_groups`: groups for "gn", which becomes
+            the default. `replace_bn_with_in`: use Opacus's own fixer.
 
     Raises:
         UsageError: If `to` is a target that Opacus cannot train.
@@ -141,11 +193,13 @@ def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
 
 
 @register_grad_sampler(_OF_SAMPLES)
-def _per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
+def _per_sample_gradients(
+    layer: nn.Module, activations: list[Tensor], backprops: Tensor
+) -> dict[Any, Tensor]:
     """Return, by parameter of one of our layers, the gradients of each sample, (N, *).
 
-    A ProxyNorm's include those that reach gamma and beta of its norm through the proxy; where the norm holds it, the
-    norm's own do.
+    A ProxyNorm's include those that reach gamma and beta of its norm through the proxy; where the
+    norm holds it, the norm's own do.
     """
     run = _without_hooks(layer)
     norm = layer.norm if isinstance(layer, ProxyNorm) else None
@@ -155,7 +209,9 @@ def _per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops
     parameters = {
         name: parameter
         for name, parameter in run.named_parameters()
-        if parameter.requires_grad and "." not in name.removeprefix("followed.")  # Opacus asks a child for its own
+        if parameter.requires_grad
+        # Opacus asks a child for its own
+        and "." not in name.removeprefix("followed.")
     }
     held = (*run.named_parameters(), *run.named_buffers())
     others = {name: tensor for name, tensor in held if name not in parameters}
@@ -166,15 +222,21 @@ def _per_sample_gradients(layer: nn.Module, activations: list[Tensor], backprops
 
     with torch.enable_grad():
         detached = {name: p.detach() for name, p in parameters.items()}
-        gradients = vmap(grad(loss), (None, 0, 0))(detached, activations[0].to(backprops.dtype), backprops)
+        gradients = vmap(grad(loss), (None, 0, 0))(
+            detached, activations[0].to(backprops.dtype), backprops
+        )
     return {parameters[name]: value for name, value in gradients.items()}
 
 
 @register_grad_sampler(TrainedAffine)
-def _affine_gradients(layer: TrainedAffine, activations: list[Tensor], backprops: Tensor) -> dict[Any, Tensor]:
+def _affine_gradients(
+    layer: TrainedAffine, activations: list[Tensor], backprops: Tensor
+) -> dict[Any, Tensor]:
     gradients: dict[Any, Tensor] = {}
     if layer.weight.requires_grad:
-        gradients[layer.weight] = torch.einsum("nc...->nc", activations[0] * backprops)[..., None, None]
+        gradients[layer.weight] = torch.einsum("nc...->nc", activations[0] * backprops)[
+            ..., None, None
+        ]
     if layer.bias is not None and layer.bias.requires_grad:
         gradients[layer.bias] = torch.einsum("nc...->nc", backprops)
     return gradients
@@ -187,33 +249,50 @@ def _without_hooks(module: nn.Module) -> Any:
         vars(new)[store] = dict(vars(module)[store])
     for key in [key for key in vars(new) if "_hooks" in key]:
         vars(new)[key] = OrderedDict()
-    new._modules = {name: child and _without_hooks(child) for name, child in module._modules.items()}
+    new._modules = {
+        name: child and _without_hooks(child) for name, child in module._modules.items()
+    }
     for child in new.modules():
         if isinstance(child, ProxyNorm) and child.norm is module:
             child._norm = (new,)
     return new
 
 
-def _validate_hooks(cls: type, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
-    """Opacus's check for buffers, which may hold statistics, but those of our layers count as constants.
+def _validate_hooks(
+    cls: type, module: nn.Module, *, strict: bool = False
+) -> list[NotImplementedError]:
+    """Opacus's check for buffers, which may hold statistics, but those of our layers count as
+    constants.
 
     Layers that mix the samples are refused too, trained or not.
     """
     mixing = _over_batches(module)
     ours = (*_OF_SAMPLES, ConstantAffine)
-    constants = {id(buffer) for layer in module.modules() if type(layer) in ours for buffer in layer.buffers()}
+    constants = {
+        id(buffer)
+        for layer in module.modules()
+        if type(layer) in ours
+        for buffer in layer.buffers()
+    }
     errors = [
-        NotImplementedError(f"{name or 'the model'} ({type(layer).__name__}) is trained and holds buffers")
+        NotImplementedError(
+            f"{name or 'the model'} ({type(layer).__name__}) is trained and holds buffers"
+        )
         for name, layer in trainable_modules(module)
-        if any(id(buffer) not in constants for buffer in layer.buffers()) and layer not in mixing.values()
+        if any(id(buffer) not in constants for buffer in layer.buffers())
+        and layer not in mixing.values()
     ]
     if mixing:
         errors.append(NotImplementedError(_refusal(mixing)))
     errors += [
-        NotImplementedError(f"{name} gives gamma and beta a gradient but has no parameters trained: no hook reaches it")
+        NotImplementedError(
+            f"{name} gives gamma and beta a gradient but has no parameters trained: no hook reaches it"
+        )
         for name, layer in module.named_modules()
         if isinstance(layer, ProxyNorm) and not has_trainable_params(layer)
-        if layer.norm is not None and has_trainable_params(layer.norm) and layer not in layer.norm.modules()
+        if layer.norm is not None
+        and has_trainable_params(layer.norm)
+        and layer not in layer.norm.modules()
     ]
     if strict and errors:
         raise NotImplementedError(errors)
@@ -221,15 +300,17 @@ def _validate_hooks(cls: type, module: nn.Module, *, strict: bool = False) -> li
 
 
 def _add_hooks(self: GradSampleHooks, **options: Any) -> None:
-    """Opacus's hooks, on modules that leave what they are given as it is: an output behind a hook cannot be changed."""
+    """Opacus's hooks, on modules that leave what they are given as it is: an output behind a hook
+    cannot be changed.
+    """
     for module in self._module.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False
     _opacus_add_hooks(self, **options)
 
 
-# Layers can be registered, but the validator hears of trained layers of their very type alone; and which buffers are
-# constants, and what may not happen in place, cannot be.
+# Layers can be registered, but the validator hears of trained layers of their very type alone; and
+# which buffers are constants, and what may not happen in place, cannot be.
 _opacus_validate: Any = ModuleValidator.validate
 _opacus_add_hooks = GradSampleHooks.add_hooks
 ModuleValidator.validate = classmethod(_validate_network)

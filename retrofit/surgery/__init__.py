@@ -4,11 +4,19 @@ from importlib import import_module
 
 from retrofit.conversion_options import CONVERTERS, FAMILIES
 from retrofit.surgery.conversion import CheckError, convert
-from retrofit.surgery.execute import apply, plans_of, replay, set_strength, strength_layers, strength_of
+from retrofit.surgery.execute import (
+    apply,
+    plans_of,
+    replay,
+    set_strength,
+    strength_layers,
+    strength_of,
+)
 from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
 from retrofit.surgery.planning import TARGETS, converter_for, plan
 
-for file in dict.fromkeys(CONVERTERS.values()):  # which registers the targets
+# which registers the targets
+for file in dict.fromkeys(CONVERTERS.values()):
     import_module(f"{__name__}.targets.{file}")
 
 __all__ = [

@@ -25,7 +25,9 @@ _HALF = {torch.float16, torch.bfloat16}
 
 
 class CheckError(RetrofitError):
-    """The converted network is not the function of its source; `report` is that of the conversion, taken back."""
+    """The converted network is not the function of its source; `report` is that of the conversion,
+    taken back.
+    """
 
     def __init__(self, problem: str, report: Report) -> None:
         super().__init__(
@@ -50,11 +52,13 @@ def convert(
     strength: float | None = None,
     **options: Any,
 ) -> tuple[nn.Module, Report]:
-    """Convert the network, and check that in evaluation it computes the same (except for evonorm-s0 and frn-tlu).
+    """Convert the network, and check that in evaluation it computes the same (except for evonorm-s0
+    and frn-tlu).
 
-    The network is run before the conversion, to find layers that normalize a single value or are never called, and
-    after it, to compare outputs and layers. Modes, buffers and random state are left unchanged. If the network
-    cannot be run, a note in the report that begins with `not checked:` says why.
+    The network is run before the conversion, to find layers that normalize a single value or are
+    never called, and after it, to compare outputs and layers. Modes, buffers and random state are
+    left unchanged. If the network cannot be run, a note in the report that begins with `not
+    checked:` says why.
 
     Args:
         model: Any network; converted in place.
@@ -63,19 +67,22 @@ def convert(
         skip: Regular expressions; keep layers whose name matches (see `plan`).
         source: Families of layers to convert (see `plan`).
         check: Whether to compare the converted network with the original.
-        input_size: Shape of the random samples that the network is run on, (C, H, W); by default, the size that the
-            network was built for, or (3, 224, 224).
-        inputs: Inputs instead of random samples: a tensor, a tuple of arguments, or a mapping of keyword arguments.
-        strength: Strength of the layers converted now, from 0 (the source) to 1 (the target); None for 0.
-        **options: Options of the target. With `calibrate`, the report counts unchanged predictions on those images.
+        input_size: Shape of the random samples that the network is run on, (C, H, W); by default,
+            the size that the network was built for, or (3, 224, 224).
+        inputs: Inputs instead of random samples: a tensor, a tuple of arguments, or a mapping of
+            keyword arguments.
+        strength: Strength of the layers converted now, from 0 (the source) to 1 (the target); None
+            for 0.
+        **options: Options of the target. With `calibrate`, the report counts unchanged predictions
+          on those images.
 
     Returns:
         The network to use, and the report.
 
     Raises:
         UsageError: As for `plan`, or for a strength out of range.
-        RetrofitError: As for `plan`, or if the check fails, or the network does not accept the given `inputs` or
-            `input_size`. The model is then unchanged.
+        RetrofitError: As for `plan`, or if the check fails, or the network does not accept the
+            given `inputs` or `input_size`. The model is then unchanged.
     """
     converter = converter_for(to)
     if strength is not None and not converter.has_strength:
@@ -83,7 +90,9 @@ def convert(
     check_strength(strength or 0.0)
     network = network_in(model)
     images = None if options.get("calibrate") is None else list(images_of(options["calibrate"]))
-    decisions, sites = plan_and_sites(network, to, only, skip, source, {**options, "calibrate": images})
+    decisions, sites = plan_and_sites(
+        network, to, only, skip, source, {**options, "calibrate": images}
+    )
     norms = {norm.name: norm for norm in find_norms(network)}
     earlier = strength_layers(network)
     notes = functional_norms(network)
@@ -110,7 +119,9 @@ def convert(
                     f"({shortlist(uncalled)}); only training calls such layers, or code that reads their tensors, for "
                     "which nothing changes"
                 )
-        predictions = None if images is None else Reference(network, [Call((batch,)) for batch in images])
+        predictions = (
+            None if images is None else Reference(network, [Call((batch,)) for batch in images])
+        )
         converted, report = apply(decisions, network, sites)
         if check:
             report = _checked(report, converted, reference, reason, converter.identity)
@@ -127,28 +138,37 @@ def convert(
             report = replace(report, strength=strength)
         if strength and check and reference is not None:
             report = replace(report, change=reference.compare(converted, layers=False))
-    return model if converted is network else converted, replace(report, notes=(*report.notes, *notes))
+    return model if converted is network else converted, replace(
+        report, notes=(*report.notes, *notes)
+    )
 
 
 def reference_of(
     model: nn.Module, inputs: Inputs | None, input_size: Sequence[int] | None, whole: bool = True
 ) -> tuple[Reference | None, str]:
-    """Run a network, for the shapes that its layers get and to compare it later; or say why that cannot be.
+    """Run a network, for the shapes that its layers get and to compare it later; or say why that
+    cannot be.
 
-    Without `whole` it is run once, for the shapes alone. To refuse given inputs or a given size is an error.
+    Without `whole` it is run once, for the shapes alone. To refuse given inputs or a given size is
+    an error.
     """
     try:
         calls = example_calls(model, inputs, input_size)[: None if whole else 1]
         return Reference(model, calls, layers=[norm.name for norm in find_norms(model)]), ""
     except RetrofitError as error:
-        dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+        dtypes = {
+            tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
+        }
         given = inputs is not None or input_size is not None
-        if given and dtypes and dtypes.isdisjoint(_HALF):  # else it may run elsewhere
+        # else it may run elsewhere
+        if given and dtypes and dtypes.isdisjoint(_HALF):
             raise
         return None, str(error)
 
 
-def _checked(report: Report, model: nn.Module, reference: Reference | None, reason: str, identity: bool) -> Report:
+def _checked(
+    report: Report, model: nn.Module, reference: Reference | None, reason: str, identity: bool
+) -> Report:
     """Compare the converted network with its source; add the result, or why there is none."""
     if any(tensor.dtype in _HALF for tensor in (*model.parameters(), *model.buffers())):
         reason = "in half precision rounding hides what the check looks for; convert in float32 to be sure"
@@ -158,9 +178,15 @@ def _checked(report: Report, model: nn.Module, reference: Reference | None, reas
         if identity and (problem := result.problem()):
             raise CheckError(problem, report)
         if not math.isfinite(result.max_abs_diff):
-            raise CheckError("the converted network's outputs are not finite, or of another shape", report)
+            raise CheckError(
+                "the converted network's outputs are not finite, or of another shape", report
+            )
         reason = result.not_checked
-    return replace(report, check=None, notes=(*report.notes, f"not checked: {reason}")) if reason else report
+    return (
+        replace(report, check=None, notes=(*report.notes, f"not checked: {reason}"))
+        if reason
+        else report
+    )
 
 
 def _refuse_constants(
@@ -168,20 +194,28 @@ def _refuse_constants(
 ) -> None:
     """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
 
-    Shapes are what a run of the network gave the layers; None if it was not run. A BatchNorm1d that was not called
-    counts as if its input had one position a channel.
+    Shapes are what a run of the network gave the layers; None if it was not run. A BatchNorm1d that
+    was not called counts as if its input had one position a channel.
     """
     constant = []
     for row in rows:
         norm = norms[row.name]
-        if (mean := getattr(norm.layer, "running_mean", None)) is None:  # a GroupNorm, which stays
+        # a GroupNorm, which stays
+        if (mean := getattr(norm.layer, "running_mean", None)) is None:
             continue
         groups = row.options.get("num_groups", row.options.get("groups", len(mean)))
         unknown = [(1, len(mean))] if norm.known_class == "BatchNorm1d" else []
-        if any(len(mean) * math.prod(shape[2:]) == groups for shape in (shapes or {}).get(row.name) or unknown):
+        if any(
+            len(mean) * math.prod(shape[2:]) == groups
+            for shape in (shapes or {}).get(row.name) or unknown
+        ):
             constant.append(row.name)
     if constant:
-        unless = ", or show by example `inputs` that its maps have more positions" if shapes is None else ""
+        unless = (
+            ", or show by example `inputs` that its maps have more positions"
+            if shapes is None
+            else ""
+        )
         raise RetrofitError(
             f"every group of {shortlist(constant)} would hold a single value, of which a normalization makes a "
             f"constant; the model is left as it was: take fewer groups with `groups`, keep them with `skip`{unless}"

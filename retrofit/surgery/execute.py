@@ -22,14 +22,16 @@ _FUSING_METHODS = ("fuse", "reparameterize", "switch_to_deploy", "fuse_model")
 
 
 def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.Module, Report]:
-    """Execute a plan, made for this model or one of the same structure, in place; new layers start at strength 0.
+    """Execute a plan, made for this model or one of the same structure, in place; new layers start
+    at strength 0.
 
-    Layers that were converted before keep their strength. Parameters are moved, not copied, so that an optimizer that
-    holds them keeps working. `sites` are where the activations of the plan are, if they were found in this very model.
+    Layers that were converted before keep their strength. Parameters are moved, not copied, so that
+    an optimizer that holds them keeps working. `sites` are where the activations of the plan are,
+    if they were found in this very model.
 
-    Returned are the network to use (another object only if `model` itself is a normalization layer), and the report. A
-    RetrofitError says that the model's layers are not those of the plan. Whatever is raised, or interrupts, leaves the
-    model as it was.
+    Returned are the network to use (another object only if `model` itself is a normalization
+    layer), and the report. A RetrofitError says that the model's layers are not those of the plan.
+    Whatever is raised, or interrupts, leaves the model as it was.
     """
     if (inner := network_in(model)) is not model:
         converted, report = apply(plan, inner, sites)
@@ -56,7 +58,8 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
             )
         built: dict[nn.Module, nn.Module] = {}
         for row in plan.converted:
-            if row.target == row.source:  # a GroupNorm that stays, whose activation is converted
+            # a GroupNorm that stays, whose activation is converted
+            if row.target == row.source:
                 continue
             norm = norms[row.name]
             if norm.module not in built:
@@ -71,7 +74,9 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
             if isinstance(module, ProxyNorm) and module.norm in built:
                 module.follow(built[module.norm])
         notes = [plan.activations] if plan.activations else []
-        if thawed := sum(bool(source._buffers.keys() & new._parameters.keys()) for source, new in built.items()):
+        if thawed := sum(
+            bool(source._buffers.keys() & new._parameters.keys()) for source, new in built.items()
+        ):
             notes.append(
                 f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters now, which "
                 "train: build the optimizer after the conversion"
@@ -79,7 +84,8 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
         notes += converter.finish(model, plan, places)
         notes += _call_the_norms(model, set(built.values()))
         for row in plan.converted:
-            if (source := norms[row.name].module) in built:  # other references to it may call it
+            # other references to it may call it
+            if (source := norms[row.name].module) in built:
                 vars(source)["forward"] = partial(
                     _refuse,
                     f"the network calls the source of {row.name or 'the layer'}, which is converted, by a reference "
@@ -87,20 +93,25 @@ def apply(plan: Plan, model: nn.Module, sites: Sites | None = None) -> tuple[nn.
                 )
         set_record(model, **{**vars(record), "plans": (*record.plans, plan)})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
-    return model, Report(plan, params_before, sum(p.numel() for p in model.parameters()), strength, tuple(notes))
+    return model, Report(
+        plan, params_before, sum(p.numel() for p in model.parameters()), strength, tuple(notes)
+    )
 
 
 def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
-    """Take a method's place: a partial of a function of this module can be copied and pickled with the network."""
+    """Take a method's place: a partial of a function of this module can be copied and pickled with
+    the network.
+    """
     raise RetrofitError(message)
 
 
 def _call_the_norms(model: nn.Module, converted: set[nn.Module]) -> list[str]:
-    """Let no block take the tensors of a converted layer in place of calling it; return notes for the report.
+    """Let no block take the tensors of a converted layer in place of calling it; return notes for
+    the report.
 
-    Blocks refuse to fuse what is no affine map. torch's transformer in evaluation takes gamma and beta on a fast path,
-    which has no switch: a layer takes it for the activations of this number alone, and an encoder that packs its tokens
-    by their mask counts on its layers to take it.
+    Blocks refuse to fuse what is no affine map. torch's transformer in evaluation takes gamma and
+    beta on a fast path, which has no switch: a layer takes it for the activations of this number
+    alone, and an encoder that packs its tokens by their mask counts on its layers to take it.
     """
     fusing = packing = 0
     for module in model.modules():
@@ -146,13 +157,16 @@ def allow_fusing(model: nn.Module) -> None:
 def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
     """Put `model` back as it was if what happens inside fails or is interrupted.
 
-    Classes, attributes, children and hooks of every module are kept, the memory of every tensor, and the values of the
-    normalization layers' own parameters, the only ones that a conversion writes to.
+    Classes, attributes, children and hooks of every module are kept, the memory of every tensor,
+    and the values of the normalization layers' own parameters, the only ones that a conversion
+    writes to.
     """
     memory = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
     modules = []
     for module in model.modules():
-        tables = [(table, dict(table)) for table in vars(module).values() if isinstance(table, dict)]
+        tables = [
+            (table, dict(table)) for table in vars(module).values() if isinstance(table, dict)
+        ]
         modules.append((module, type(module), dict(vars(module)), tables))
     norms = {norm.module for norm in find_norms(model)}
     values = kept_values(tensor for norm in norms for tensor in norm.parameters(recurse=False))
@@ -169,7 +183,8 @@ def unchanged_on_failure(model: nn.Module) -> Iterator[None]:
                 table.clear()
                 table.update(entries)
             if isinstance(module, fx.GraphModule):
-                module.recompile()  # its graph is an attribute, the code made of it is not
+                # its graph is an attribute, the code made of it is not
+                module.recompile()
         put_back(values)
         raise
 
@@ -180,7 +195,9 @@ def plans_of(model: nn.Module) -> list[Plan]:
 
 
 def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
-    """Repeat conversions on a network of the structure that they were made for; return the network to use."""
+    """Repeat conversions on a network of the structure that they were made for; return the network
+    to use.
+    """
     for plan in plans:
         model, _ = apply(plan, model)
     return model
@@ -189,8 +206,9 @@ def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
 def set_strength(model: nn.Module, strength: float) -> int:
     """Set the strength of every converted layer of `model`: 0 is the source, 1 the target.
 
-    All layers get the same strength, even if the network was converted in several steps. To set only some, pass the
-    part of the network that contains them (`retrofit.set_strength(model.layer4, 0.5)`).
+    All layers get the same strength, even if the network was converted in several steps. To set
+    only some, pass the part of the network that contains them (`retrofit.set_strength(model.layer4,
+    0.5)`).
 
     Args:
         model: A converted network, or a part of one.
@@ -205,7 +223,9 @@ def set_strength(model: nn.Module, strength: float) -> int:
     """
     converted = strength_layers(model)
     if not converted:
-        raise RetrofitError("the model holds no converted layer that has a strength; convert it first")
+        raise RetrofitError(
+            "the model holds no converted layer that has a strength; convert it first"
+        )
     for module in converted:
         module.set_strength(strength)
     return len(converted)
@@ -217,7 +237,8 @@ def strength_layers(model: nn.Module) -> list[StrengthMixin]:
 
 
 def strength_of(model: nn.Module) -> float | None:
-    """Return the strength of `model`'s converted layers; None if no layer has one, or they are on the meta device.
+    """Return the strength of `model`'s converted layers; None if no layer has one, or they are on
+    the meta device.
 
     Raises:
         RetrofitError: If the layers differ in strength.

@@ -1,8 +1,9 @@
-"""Which modules of a network are normalization layers, and of which family; and what normalizes without a layer.
+"""Which modules of a network are normalization layers, and of which family; and what normalizes
+without a layer.
 
-Layers are matched by exact class, named by module path so that neither timm nor torchvision is imported to ask. What is
-not in the table may compute something else: it is taken for a known class where it is proved to be one
-(`same_formula.py`), and reported otherwise.
+Layers are matched by exact class, named by module path so that neither timm nor torchvision is
+imported to ask. What is not in the table may compute something else: it is taken for a known class
+where it is proved to be one (`same_formula.py`), and reported otherwise.
 """
 
 import re
@@ -53,7 +54,8 @@ _CLASSES: dict[str, dict[str, str]] = {
         "retrofit.layers.frozen_batch_norm": "FrozenBatchNorm FrozenBatchNormAct",
     },
 }
-KNOWN: dict[str, str] = {  # the family of every class that a converter may take
+# the family of every class that a converter may take
+KNOWN: dict[str, str] = {
     f"{module}.{name}": family
     for family, modules in _CLASSES.items()
     for module, names in modules.items()
@@ -61,9 +63,13 @@ KNOWN: dict[str, str] = {  # the family of every class that a converter may take
 }
 
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
-UNSUPPORTED: tuple[tuple[str, str], ...] = (  # names of classes that no conversion takes, and why
+# names of classes that no conversion takes, and why
+UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"^Lazy(Batch|Instance)Norm", "not initialised yet; run one forward pass and convert again"),
-    (r"(Rms|RMS|Simple)Norm", "RMS normalization subtracts no mean, and the paper defines no counterpart for it"),
+    (
+        r"(Rms|RMS|Simple)Norm",
+        "RMS normalization subtracts no mean, and the paper defines no counterpart for it",
+    ),
     (r"^(InplaceAbn|FilterResponseNorm)", _FUSED),
     (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardizes nothing"),
 )
@@ -82,13 +88,21 @@ _NAMED_NORM = re.compile(r"(Norm|BN|EvoNorm\w*)(_?\d?[dD])?(NoBias|Act|Fp32|\d[d
 class NormLayer:
     """A normalization layer as found in a network."""
 
-    name: str  # dotted; empty for the root. A module with several names is found under each.
+    # dotted; empty for the root. A module with several names is found under each.
+    name: str
     module: nn.Module
-    kind: str  # full name of its class, or of the known class that it is proved to compute
-    family: str | None  # a key of `FAMILIES`
-    status: Literal["known", "kept", "unsupported"]  # "known": a converter may take it; else none does, for `reason`
+    # full name of its class, or of the known class that it is proved to compute
+    kind: str
+    # a key of `FAMILIES`
+    family: str | None
+    status: Literal[
+        "known", "kept", "unsupported"
+    ]  # "known": a converter may take it; else none does, for `reason`
     reason: str = ""
-    formula: Formula | None = None  # the proof that it computes what `kind` does; None where it is of that class
+    formula: Formula | None = (
+        # the proof that it computes what `kind` does; None where it is of that class
+        None
+    )
 
     @property
     def label(self) -> str:
@@ -110,13 +124,17 @@ class NormLayer:
         """What a converter looks at: the module, or one of the class `kind` around its tensors."""
         return self.module if self.formula is None else self.formula.layer(self.module)
 
-    def row(self, status: Status, reason: str = "", target: str | None = None, **options: Any) -> LayerRow:
+    def row(
+        self, status: Status, reason: str = "", target: str | None = None, **options: Any
+    ) -> LayerRow:
         """Return the row of a plan that says what becomes of the layer."""
         return LayerRow(self.name, self.label, target, status, reason, options)
 
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:
-    """Yield every normalization layer of `model`, under every name it is registered by, in the model's order."""
+    """Yield every normalization layer of `model`, under every name it is registered by, in the
+    model's order.
+    """
     found = (classify(name, module) for name, module in model.named_modules(remove_duplicate=False))
     return (norm for norm in found if norm is not None)
 
@@ -126,12 +144,23 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     kind, cls = full_name(type(module)), type(module).__name__
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, kind, None, "kept", "already converted")
-    base, family = next(((b.__name__.lstrip("_"), f) for b, f in _BASES if isinstance(module, b)), (None, None))
+    base, family = next(
+        ((b.__name__.lstrip("_"), f) for b, f in _BASES if isinstance(module, b)), (None, None)
+    )
     reason = next((why for pattern, why in UNSUPPORTED if re.search(pattern, cls)), "")
     if kind not in KNOWN and base is None and not (reason and kind.startswith((_TORCH, _TIMM))):
-        own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
-        if not _NAMED_NORM.search(cls) or not own or any(classify("", child) for child in list(module.modules())[1:]):
-            return None  # another layer, or a container that is named after the norm that it holds
+        own = [
+            tensor
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        ]
+        if (
+            not _NAMED_NORM.search(cls)
+            or not own
+            or any(classify("", child) for child in list(module.modules())[1:])
+        ):
+            # another layer, or a container that is named after the norm that it holds
+            return None
         if "running_var" in module._buffers:
             family = "bn" if any(True for _ in module.parameters(recurse=False)) else "frozen-bn"
     family = KNOWN.get(kind, family)
@@ -141,12 +170,18 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
         return NormLayer(name, module, kind, family, "known")
     if formula := proved_formula(module, KNOWN):
         return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
-    reason = f"derived from {base}, and another function on random inputs" if base else f"no converter knows {kind}"
+    reason = (
+        f"derived from {base}, and another function on random inputs"
+        if base
+        else f"no converter knows {kind}"
+    )
     return NormLayer(name, module, kind, family, "unsupported", reason)
 
 
 def _why_not_as_its_class(module: nn.Module) -> str:
-    """Why a module may not compute what its class does, or not by its own tensors; empty if it does."""
+    """Why a module may not compute what its class does, or not by its own tensors; empty if it
+    does.
+    """
     if "forward" in vars(module):
         return "its forward was replaced on the instance, so that it may compute something else"
     tensors = ("weight", "bias", "running_mean", "running_var")
@@ -161,12 +196,26 @@ def _why_not_as_its_class(module: nn.Module) -> str:
     )
 
 
-_NAMES = ("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm", "local_response_norm")
-_FUNCTIONS = {getattr(home, name): name for home in (functional, torch) for name in _NAMES if hasattr(home, name)}
+_NAMES = (
+    "batch_norm",
+    "instance_norm",
+    "layer_norm",
+    "group_norm",
+    "rms_norm",
+    "local_response_norm",
+)
+_FUNCTIONS = {
+    getattr(home, name): name
+    for home in (functional, torch)
+    for name in _NAMES
+    if hasattr(home, name)
+}
 
 
 def functional_norms(model: nn.Module) -> list[str]:
-    """Return a sentence for each normalization that the network's code calls as a function: no conversion sees it."""
+    """Return a sentence for each normalization that the network's code calls as a function: no
+    conversion sees it.
+    """
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         cls: Any = type(module)
@@ -180,8 +229,8 @@ def functional_norms(model: nn.Module) -> list[str]:
 
 @cache
 def _called_norms(cls: Any) -> list[str]:
-    """Return the names of the normalizations of torch that a class's methods call by a global name, as `F.layer_norm`
-    and `layer_norm` are, but for those of weights.
+    """Return the names of the normalizations of torch that a class's methods call by a global name,
+    as `F.layer_norm` and `layer_norm` are, but for those of weights.
     """
     called, value = [], None
     for method in methods_of(cls):
@@ -190,8 +239,21 @@ def _called_norms(cls: Any) -> list[str]:
             if step.opname == "LOAD_GLOBAL":
                 value = method.__globals__.get(step.argval)
             else:
-                value = getattr(value, step.argval, None) if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
-            if isinstance(value, types.FunctionType | types.BuiltinFunctionType) and value in _FUNCTIONS:
-                attributes = [later.argval for later in steps[number + 1 : number + 4] if later.opname == "LOAD_ATTR"]
-                called += [] if "weight" in attributes else [_FUNCTIONS[value]]  # weight standardization
+                value = (
+                    getattr(value, step.argval, None)
+                    if step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+                    else None
+                )
+            if (
+                isinstance(value, types.FunctionType | types.BuiltinFunctionType)
+                and value in _FUNCTIONS
+            ):
+                attributes = [
+                    later.argval
+                    for later in steps[number + 1 : number + 4]
+                    if later.opname == "LOAD_ATTR"
+                ]
+                called += (
+                    [] if "weight" in attributes else [_FUNCTIONS[value]]
+                )  # weight standardization
     return list(dict.fromkeys(called))

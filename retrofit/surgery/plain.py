@@ -1,4 +1,6 @@
-"""Plain networks: the layers of a converted network that the libraries have themselves, as theirs, to train on."""
+"""Plain networks: the layers of a converted network that the libraries have themselves, as theirs,
+to train on.
+"""
 
 import inspect
 import warnings
@@ -28,34 +30,51 @@ from retrofit.utils.running import copied
 from retrofit.utils.text import plural, shortlist
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_SETTING_UP = ("init", "reset_parameters", "extra_repr")  # in the names of methods that compute nothing
+_SETTING_UP = (
+    "init",
+    "reset_parameters",
+    "extra_repr",
+)  # in the names of methods that compute nothing
 _ALL_CHILDREN = {"children", "named_children", "_modules", "get_submodule"}
 
 
 @torch.no_grad()
-def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: Inputs | None = None) -> nn.Module:
-    """Return a copy of a converted network that uses only torch and timm layers and computes the same function.
+def plain(
+    model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: Inputs | None = None
+) -> nn.Module:
+    """Return a copy of a converted network that uses only torch and timm layers and computes the
+    same function.
 
-    The copy can be trained. The former BatchNorm's statistics and ProxyNorm's current normalization are constants in
-    it; standardized weights become ordinary ones. Statistics are merged into the convolution before the layer if it
-    provably feeds only that layer. Other constants go into a `ConstantAffine`, followed for a frozen layer by a
-    `TrainedAffine` with gamma and beta. These are the only two retrofit classes in the copy.
+    The copy can be trained. The former BatchNorm's statistics and ProxyNorm's current normalization
+    are constants in it; standardized weights become ordinary ones. Statistics are merged into the
+    convolution before the layer if it provably feeds only that layer. Other constants go into a
+    `ConstantAffine`, followed for a frozen layer by a `TrainedAffine` with gamma and beta. These
+    are the only two retrofit classes in the copy.
 
-    The copy is compared with the network. If that is impossible, a warning that begins with `not checked:` says why.
+    The copy is compared with the network. If that is impossible, a warning that begins with `not
+    checked:` says why.
 
     Args:
-        model: A network at strength 1 (gn, ln, gn-pn, ln-pn), with target frozen, or at strength 0 (any target).
-        input_size: Shape of one sample for the comparison, (C, H, W); by default, the network's own.
-        inputs: Example inputs for the comparison: a tensor, a tuple of arguments, or a dict of keyword arguments.
+        model: A network at strength 1 (gn, ln, gn-pn, ln-pn), with target frozen, or at strength 0
+            (any target).
+        input_size: Shape of one sample for the comparison, (C, H, W); by default, the network's
+            own.
+        inputs: Example inputs for the comparison: a tensor, a tuple of arguments, or a dict of
+            keyword arguments.
 
     Raises:
-        RetrofitError: If a layer has no such form (the message names the first and the reason), if other code reads the
-            tensors of a layer that changes, or if the copy computes something different.
+        RetrofitError: If a layer has no such form (the message names the first and the reason), if
+            other code reads the tensors of a layer that changes, or if the copy computes something
+            different.
     """
-    if problems := {name: reason for name, layer in model.named_modules() if (reason := _problem(layer))}:
+    if problems := {
+        name: reason for name, layer in model.named_modules() if (reason := _problem(layer))
+    }:
         name, problem = next(iter(problems.items()))
         more = f" (and {plural(len(problems) - 1, 'more layer')})" if len(problems) > 1 else ""
-        raise RetrofitError(f"no layer of torch or timm computes what {name or 'the model'} does{more}: {problem}")
+        raise RetrofitError(
+            f"no layer of torch or timm computes what {name or 'the model'} does{more}: {problem}"
+        )
     reference, reason = reference_of(model, inputs, input_size)
     net = copied(model)
     set_record(net, plans=())
@@ -63,11 +82,20 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: 
     if read:
         names = [name for name, layer in net.named_modules() if layer in read]
         what = f"other code of the network reads the tensors of {shortlist(names)}"
-        raise RetrofitError(f"{what}, which no plain layer holds as they are; convert with these in `skip`")
+        raise RetrofitError(
+            f"{what}, which no plain layer holds as they are; convert with these in `skip`"
+        )
     # of gamma and beta as they are, before any of them moves into a convolution
-    proxies = {layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)}
-    for name, layer in reversed(list(net.named_modules())):  # what a layer holds before the layer
-        new = proxies.get(layer) if isinstance(layer, ProxyNorm) else _plain(layer, feeders.get(layer))
+    proxies = {
+        layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)
+    }
+    # what a layer holds before the layer
+    for name, layer in reversed(list(net.named_modules())):
+        new = (
+            proxies.get(layer)
+            if isinstance(layer, ProxyNorm)
+            else _plain(layer, feeders.get(layer))
+        )
         if new is not None:
             net = replace_module(net, name, new.train(layer.training))
     allow_fusing(net)
@@ -82,7 +110,9 @@ def plain(model: nn.Module, input_size: Sequence[int] | None = None, *, inputs: 
 
 
 def plain_layer(layer: nn.Module) -> nn.Module | None:
-    """Return a converted layer's plain form, around its parameters; None for others, RetrofitError if it has none."""
+    """Return a converted layer's plain form, around its parameters; None for others, RetrofitError
+    if it has none.
+    """
     if not isinstance(layer, ConvertedLayer) or isinstance(layer, PlainAffine):
         return None
     owner: Any = layer
@@ -103,11 +133,17 @@ def _problem(layer: nn.Module) -> str:
         layer.plain_layer()
     except RetrofitError as error:
         return str(error).partition(": ")[2]
-    return "it has hooks, or a forward of its own; remove them first" if kinds.is_altered(layer) else ""
+    return (
+        "it has hooks, or a forward of its own; remove them first"
+        if kinds.is_altered(layer)
+        else ""
+    )
 
 
 def _holds_constants(layer: nn.Module) -> bool:
-    """Whether statistics of a layer are constants, so that its plain form is not around the same tensors."""
+    """Whether statistics of a layer are constants, so that its plain form is not around the same
+    tensors.
+    """
     frozen = getattr(layer, "frozen", False) and getattr(layer, "running_mean", None) is not None
     return isinstance(layer, MigratedGroupNorm | FrozenBatchNorm) or bool(frozen)
 
@@ -117,40 +153,57 @@ def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
     if feeder is None or not isinstance(layer, ConvertedLayer):
         return plain_layer(layer)
     affine, new = layer.affine_map(), named_sequence(OrderedDict(), layer)
-    if affine is None:  # group normalization behind the constants
+    # group normalization behind the constants
+    if affine is None:
         affine, new = layer.plain_layer()
     assert affine is not None
     bias, transposed = feeder.bias, isinstance(feeder, _ConvTransposeNd)
-    moved = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(*affine)
+    moved = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(
+        *affine
+    )
     feeder.weight.copy_(moved.torch_weight())
     if bias is not None:
         feeder.bias.copy_(moved.bias)
     elif moved.bias is not None:
-        feeder.bias = nn.Parameter(moved.bias.to(feeder.weight.dtype), requires_grad=feeder.weight.requires_grad)
+        feeder.bias = nn.Parameter(
+            moved.bias.to(feeder.weight.dtype), requires_grad=feeder.weight.requires_grad
+        )
     return new
 
 
 def sole_feeders(
     model: nn.Module, is_norm: Callable[[nn.Module], bool]
 ) -> tuple[dict[nn.Module, nn.Module], set[nn.Module]]:
-    """Return the convolution of each norm for which that is proved, and the norms whose tensors other code reads.
+    """Return the convolution of each norm for which that is proved, and the norms whose tensors
+    other code reads.
 
-    A convolution is one norm's if all code above both was traced, on every path; one method calls both, which takes no
-    optional arguments and, in all traces, no constants; nothing else takes what the convolution puts out, reads or
-    shares its parameters; no norm of the same block goes uncalled; and no other method of what holds them mentions it.
+    A convolution is one norm's if all code above both was traced, on every path; one method calls
+    both, which takes no optional arguments and, in all traces, no constants; nothing else takes
+    what the convolution puts out, reads or shares its parameters; no norm of the same block goes
+    uncalled; and no other method of what holds them mentions it.
     """
     flows = Flows(model, is_norm)
     norms = list(filter(is_norm, flows.names))
     uncalled = {norm for norm in norms if norm not in flows.calls}
-    holders_of = Counter(parameter for module in model.modules() for parameter in set(module._parameters.values()))
+    holders_of = Counter(
+        parameter for module in model.modules() for parameter in set(module._parameters.values())
+    )
     found = {}
     for norm in filter(flows.calls.get, norms):
         conv, *others = {_feeder(*call) for call in flows.calls[norm]}
-        if conv is None or others or len(flows.calls[conv]) != len(flows.calls[norm]) or conv in flows.read:
+        if (
+            conv is None
+            or others
+            or len(flows.calls[conv]) != len(flows.calls[norm])
+            or conv in flows.read
+        ):
             continue
         places = [flow.places[node] for flow, node in (*flows.calls[norm], *flows.calls[conv])]
         (owner, code), *methods = {(place.owner, place.code) for place in places}
-        above = {module for module, inside in flows.inside.items() if inside & {norm, conv}} - {norm, conv}
+        above = {module for module, inside in flows.inside.items() if inside & {norm, conv}} - {
+            norm,
+            conv,
+        }
         shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
         if methods or shared or above & flows.failures.keys() or uncalled & set(owner.modules()):
             continue
@@ -160,23 +213,31 @@ def sole_feeders(
 
 
 def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
-    """The convolution that gives all that it puts out to a norm's call, at most past identities, on every path."""
+    """The convolution that gives all that it puts out to a norm's call, at most past identities, on
+    every path.
+    """
     node = flow.source(norm)
     while node is not None and len(flow.consumers(node)) == 1:
         module = flow.modules.get(node)
         if not isinstance(module, nn.Identity):
             conv = isinstance(module, nn.modules.conv._ConvNd) and kinds.is_plain_affine(module)
-            return module if conv and not any(_has_other_paths(flow, call) for call in (norm, node)) else None
+            return (
+                module
+                if conv and not any(_has_other_paths(flow, call) for call in (norm, node))
+                else None
+            )
         node = flow.source(node)
     return None
 
 
 def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
-    """Whether the method that makes a call may take another path: it, or an override that calls it, takes optional
-    arguments or one that is no value under trace, or a value was turned into a number.
+    """Whether the method that makes a call may take another path: it, or an override that calls it,
+    takes optional arguments or one that is no value under trace, or a value was turned into a
+    number.
     """
     place, (_, constants) = flow.places[node], flow.variables[node]
-    if place.code is None:  # a graph's code, which is written from the graph
+    # a graph's code, which is written from the graph
+    if place.code is None:
         return True
     name, arguments = place.code.co_name, list[inspect.Parameter]()
     for method in [vars(cls)[name] for cls in type(place.owner).__mro__ if name in vars(cls)]:
@@ -185,16 +246,25 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
         arguments += list(inspect.signature(method).parameters.values())[1:]
         if function.__code__ is place.code:
             options = (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)
-            other = any(a.default is not a.empty or a.kind in options or a.name in constants for a in arguments)
+            other = any(
+                a.default is not a.empty or a.kind in options or a.name in constants
+                for a in arguments
+            )
             return other or flow.size is not None
     return True
 
 
 def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
-    """Whether a method besides `method` mentions a convolution by name, or its container but for a call of it."""
+    """Whether a method besides `method` mentions a convolution by name, or its container but for a
+    call of it.
+    """
     mentions = [conv]
     for module in mentions:
-        mentions += [holder for holder in above if type(holder) in _CONTAINERS and module in holder.children()]
+        mentions += [
+            holder
+            for holder in above
+            if type(holder) in _CONTAINERS and module in holder.children()
+        ]
     named = [
         (name, module)
         for holder in above
@@ -206,25 +276,39 @@ def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool
         _uses(function.__code__, name, owner, module, calls=module is not conv)
         for owner in above
         for function in methods_of(type(owner))
-        if function.__code__ != method and not any(word in function.__name__ for word in _SETTING_UP)
+        if function.__code__ != method
+        and not any(word in function.__name__ for word in _SETTING_UP)
         for name, module in named
     )
 
 
 def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
-    """Whether the code of a method of `owner` mentions a module by its name in what holds it, or all children. Not
-    where `self.name` is another module, or the code only asks for it or its shape (or calls it, with `calls`).
+    """Whether the code of a method of `owner` mentions a module by its name in what holds it, or
+    all children. Not where `self.name` is another module, or the code only asks for it or its shape
+    (or calls it, with `calls`).
     """
     steps = list(instructions(code))
-    for before, step, after in zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False):
+    for before, step, after in zip(
+        [steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False
+    ):
         if step.opname == "LOAD_CONST" and step.argval == name:
             return True
-        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval not in (name, *_ALL_CHILDREN):
+        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval not in (
+            name,
+            *_ALL_CHILDREN,
+        ):
             continue
         loaded = before.argval if before.opname.startswith("LOAD_FAST") else ""
-        of_self = (loaded[-1] if isinstance(loaded, tuple) else loaded) == "self"  # Python 3.13 loads two at once
+        of_self = (
+            loaded[-1] if isinstance(loaded, tuple) else loaded
+            # Python 3.13 loads two at once
+        ) == "self"
         other = of_self and step.argval == name and getattr(owner, name, None) is not module
-        called = calls and step.argval == name and (step.opname == "LOAD_METHOD" or "NULL" in step.argrepr)
+        called = (
+            calls
+            and step.argval == name
+            and (step.opname == "LOAD_METHOD" or "NULL" in step.argrepr)
+        )
         asked = "JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None"
         if not (other or called or asked or after.argval in nn.Conv1d.__constants__):
             return True

@@ -1,4 +1,6 @@
-"""What a conversion will do, before it does it: the records that report, dry run, JSON and manifest share."""
+"""What a conversion will do, before it does it: the records that report, dry run, JSON and manifest
+share.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,20 @@ _FATES = {
 class LayerRow:
     """The fate of one normalization layer, under one of the names it goes by."""
 
-    name: str  # dotted; empty for the root module
-    source: str  # class name of the layer as found
-    target: str | None  # class name of the layer that replaces it, None unless `status` is "converted"
-    status: Status  # "converted", "kept" (by a rule) or "unsupported"
-    reason: str = ""  # in words for the user; empty for a plain conversion
-    options: dict[str, Any] = field(default_factory=dict)  # of the target's constructor, as settled here (JSON values)
+    # dotted; empty for the root module
+    name: str
+    # class name of the layer as found
+    source: str
+    target: (
+        str | None
+    )  # class name of the layer that replaces it, None unless `status` is "converted"
+    # "converted", "kept" (by a rule) or "unsupported"
+    status: Status
+    # in words for the user; empty for a plain conversion
+    reason: str = ""
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the target's constructor, as settled here (JSON values)
 
     @property
     def fate(self) -> str:
@@ -41,30 +51,48 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class EditRow(LayerRow):
-    """The fate of an activation or a convolution beside a normalization layer: "converted" or "left".
+    """The fate of an activation or a convolution beside a normalization layer: "converted" or
+    "left".
 
-    Its name is that of a module; for one of several calls, or a functional one, followed by what tells it apart. Its
-    target is the layer that it becomes part of, empty where its kind says what it becomes.
+    Its name is that of a module; for one of several calls, or a functional one, followed by what
+    tells it apart. Its target is the layer that it becomes part of, empty where its kind says what
+    it becomes.
     """
 
-    kind: str = "activation"  # or "convolution"
-    norm: str = ""  # name of the normalization layer it belongs to, if there is one
-    place: int = 0  # which of the places that call that layer it belongs to
+    # or "convolution"
+    kind: str = "activation"
+    # name of the normalization layer it belongs to, if there is one
+    norm: str = ""
+    # which of the places that call that layer it belongs to
+    place: int = 0
 
     @property
     def fate(self) -> str:
         """What it becomes, in a word or two."""
-        return f"part of {self.target}" if self.target else _FATES.get(self.status) or _FATES[self.kind]
+        return (
+            f"part of {self.target}"
+            if self.target
+            else _FATES.get(self.status) or _FATES[self.kind]
+        )
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """A list of decisions, one for each name of each normalization layer of a model; making one changes nothing."""
+    """A list of decisions, one for each name of each normalization layer of a model; making one
+    changes nothing.
+    """
 
-    to: str  # the target, e.g. "bnn"
-    layers: tuple[LayerRow, ...]  # in the model's order
-    options: dict[str, Any] = field(default_factory=dict)  # the arguments that made the plan, for the record
-    edits: tuple[EditRow, ...] = ()  # of activations and convolutions around the layers, for targets that touch them
+    # the target, e.g. "bnn"
+    to: str
+    # in the model's order
+    layers: tuple[LayerRow, ...]
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # the arguments that made the plan, for the record
+    edits: tuple[
+        EditRow, ...
+        # of activations and convolutions around the layers, for targets that touch them
+    ] = ()
 
     @property
     def converted(self) -> list[LayerRow]:
@@ -74,7 +102,11 @@ class Plan:
     @property
     def proxied(self) -> set[tuple[str, int]]:
         """Norm and place of each activation that is converted."""
-        return {(row.norm, row.place) for row in self.edits if (row.kind, row.status) == ("activation", "converted")}
+        return {
+            (row.norm, row.place)
+            for row in self.edits
+            if (row.kind, row.status) == ("activation", "converted")
+        }
 
     @property
     def counts(self) -> dict[str, int]:
@@ -84,7 +116,9 @@ class Plan:
 
     @property
     def activations(self) -> str:
-        """How many activations are converted, and why others are not, in a sentence; empty if all are."""
+        """How many activations are converted, and why others are not, in a sentence; empty if all
+        are.
+        """
         rows = [row for row in self.edits if row.kind == "activation"]
         left = Counter(row.reason for row in rows if row.status == "left")
         if not left:
@@ -93,7 +127,9 @@ class Plan:
         return f"{len(rows) - left.total()} of {len(rows)} activations are converted, {left.total()} are left ({why})"
 
     def alike(self) -> dict[tuple[str, str, str], list[str]]:
-        """Return the names of the layers, activations and convolutions of each class, fate and reason."""
+        """Return the names of the layers, activations and convolutions of each class, fate and
+        reason.
+        """
         names: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for row in (*self.layers, *self.edits):
             names[row.source, row.fate, row.reason].append(row.name or ROOT)
@@ -103,20 +139,30 @@ class Plan:
         """A small table for people, whatever the number of layers; the record is in the attributes."""
         table = [("count", "found", "becomes", "first", "why")]
         for (source, fate, reason), names in self.alike().items():
-            table.append((str(len(names)), source, fate, printable(names[0], 40), printable(reason, 80)))
+            table.append(
+                (str(len(names)), source, fate, printable(names[0], 40), printable(reason, 80))
+            )
         counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
         return "\n".join([f"to {self.to}: {counts}", *aligned(table)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""
-        rows = {"layers": [asdict(row) for row in self.layers], "edits": [asdict(row) for row in self.edits]}
+        rows = {
+            "layers": [asdict(row) for row in self.layers],
+            "edits": [asdict(row) for row in self.edits],
+        }
         return {"to": self.to, "options": self.options, **rows}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """Rebuild a plan from `to_dict`'s values; raise KeyError or TypeError for others."""
         layers = tuple(LayerRow(**row) for row in values["layers"])
-        return cls(values["to"], layers, values["options"], tuple(EditRow(**row) for row in values["edits"]))
+        return cls(
+            values["to"],
+            layers,
+            values["options"],
+            tuple(EditRow(**row) for row in values["edits"]),
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,31 +172,51 @@ class Report:
     plan: Plan
     params_before: int
     params_after: int
-    strength: float | None  # that the converted layers now have; None on the meta device, and where they have none
-    notes: tuple[str, ...] = ()  # further sentences for the user
-    check: Comparison | None = None  # of the network at strength 0 with its source; None where nothing was compared
-    identity: bool = True  # whether it is meant to be its source's function
-    classifies: bool | None = None  # whether it answers with scores of classes alone; None where it was not run
-    change: Comparison | None = None  # of the network at its strength with its source, where that was checked
-    # {"images", "same"}: on how many of the given images the class with the highest score stays the same, at strength 1
-    # where there is a strength; None without images, or for a network that gives no scores
+    strength: (
+        float | None
+    )  # that the converted layers now have; None on the meta device, and where they have none
+    # further sentences for the user
+    notes: tuple[str, ...] = ()
+    check: Comparison | None = (
+        # of the network at strength 0 with its source; None where nothing was compared
+        None
+    )
+    # whether it is meant to be its source's function
+    identity: bool = True
+    classifies: bool | None = (
+        # whether it answers with scores of classes alone; None where it was not run
+        None
+    )
+    change: Comparison | None = (
+        # of the network at its strength with its source, where that was checked
+        None
+    )
+    # {"images", "same"}: on how many of the given images the class with the highest score stays the
+    # same, at strength 1 where there is a strength; None without images, or for a network that
+    # gives no scores
     agreement: dict[str, int] | None = None
 
     def __repr__(self) -> str:
         """A summary for people: the plan's table and what came of it."""
         growth = self.params_after - self.params_before
-        lines = [f"parameters: {self.params_before:,} before, {self.params_after:,} after ({growth:+,})"]
+        lines = [
+            f"parameters: {self.params_before:,} before, {self.params_after:,} after ({growth:+,})"
+        ]
         if self.strength is not None:
             lines.append(f"strength: {self.strength:g}")
         if self.check is not None:
             lines.append(f"check: {self.check}")
-        return "\n".join([repr(self.plan), *lines, *(f"note: {printable(note)}" for note in self.notes)])
+        return "\n".join(
+            [repr(self.plan), *lines, *(f"note: {printable(note)}" for note in self.notes)]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         rows: dict[str, list[dict[str, Any]]] = {"layers": []}
         for row in (*self.plan.layers, *self.plan.edits):
-            kind, beside = (f"{row.kind}s", "norm") if isinstance(row, EditRow) else ("layers", "target")
+            kind, beside = (
+                (f"{row.kind}s", "norm") if isinstance(row, EditRow) else ("layers", "target")
+            )
             names = ("name", "source", beside, "status", "reason")
             rows.setdefault(kind, []).append({name: getattr(row, name) for name in names})
         values: dict[str, Any] = {
@@ -169,5 +235,8 @@ class Report:
         if self.agreement is not None:
             values["agreement"] = self.agreement
         if self.change is not None:
-            values["change"] = {"max_abs_diff": self.change.max_abs_diff, "scale": self.change.scale}
+            values["change"] = {
+                "max_abs_diff": self.change.max_abs_diff,
+                "scale": self.change.scale,
+            }
         return values

@@ -18,19 +18,23 @@ from retrofit.errors import RetrofitError
 _OF_THE_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 _OF_THE_PLACE |= {errno.ENAMETOOLONG, errno.EIO}
 _LOCK = "lock"
-OLD = "old"  # the name, in a temporary folder, of what is replaced: it goes back if nothing took its place
+# the name, in a temporary folder, of what is replaced: it goes back if nothing took its place
+OLD = "old"
 
-_locks: dict[Path, int] = {}  # the files that this process has locked, with their descriptors
+# the files that this process has locked, with their descriptors
+_locks: dict[Path, int] = {}
 
 
 def ensure_writable(path: str | Path, force: bool = False) -> Path:
     """Check, before any long work, that a file may be written at `path`; with `force` it may exist.
 
-    Returned is the path with symbolic links resolved, so that a link is written through and not replaced. A
-    RetrofitError says that `path` is a folder or a device, exists, or lies in a folder that is missing or read-only.
+    Returned is the path with symbolic links resolved, so that a link is written through and not
+    replaced. A RetrofitError says that `path` is a folder or a device, exists, or lies in a folder
+    that is missing or read-only.
     """
     target = Path(os.path.realpath(Path(path).expanduser()))
-    with writing(path):  # whose name may be too long to look it up
+    # whose name may be too long to look it up
+    with writing(path):
         if target.exists() and not target.is_file():
             raise RetrofitError(f"{path} is a folder or a device; name a file")
     if target.exists() and not force:
@@ -44,21 +48,26 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
 
 @contextmanager
 def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
-    """Yield an empty file of the same name in a hidden folder beside `path`, and rename it when the body ends.
+    """Yield an empty file of the same name in a hidden folder beside `path`, and rename it when the
+    body ends.
 
-    If the body fails, or the process is interrupted or terminated, the folder is removed. A killed process may leave a
-    hidden `.NAME.*.tmp`, which the next writer of `path` removes, but never a partial `path`. A RetrofitError says what
-    `ensure_writable` does, or that the disk is full or the folder cannot be written to.
+    If the body fails, or the process is interrupted or terminated, the folder is removed. A killed
+    process may leave a hidden `.NAME.*.tmp`, which the next writer of `path` removes, but never a
+    partial `path`. A RetrofitError says what `ensure_writable` does, or that the disk is full or
+    the folder cannot be written to.
     """
     target = ensure_writable(path, force)
     with writing(path), temporary_folder(target) as folder:
         temporary = folder / target.name
         temporary.touch()
-        mode = temporary.stat().st_mode  # as the user's umask has it; safetensors makes its files private
+        mode = (
+            temporary.stat().st_mode
+        )  # as the user's umask has it; safetensors makes its files private
         yield temporary
         temporary.chmod(mode)
         flush(temporary)
-        ensure_writable(path, force)  # another process may have finished the same file meanwhile
+        # another process may have finished the same file meanwhile
+        ensure_writable(path, force)
         os.replace(temporary, target)
         flush(target.parent)
 
@@ -67,8 +76,8 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder to fill, and rename it to `folder` when the body ends.
 
-    What stood there is replaced; it is back if the body fails, or the process is interrupted or terminated. A
-    RetrofitError says that the disk is full or that the place cannot be written to.
+    What stood there is replaced; it is back if the body fails, or the process is interrupted or
+    terminated. A RetrofitError says that the disk is full or that the place cannot be written to.
     """
     final = folder.absolute()
     with writing(folder), temporary_folder(final) as temporary:
@@ -82,10 +91,14 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(final: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `final` and remove it in the end; after a kill, the next one for that path does."""
+    """Make a hidden folder beside `final` and remove it in the end; after a kill, the next one for
+    that path does.
+    """
     sweep(final.parent, final.name)
     with termination_unwinds():
-        folder = Path(tempfile.mkdtemp(prefix=f".{final.name[:200]}.", suffix=".tmp", dir=final.parent))
+        folder = Path(
+            tempfile.mkdtemp(prefix=f".{final.name[:200]}.", suffix=".tmp", dir=final.parent)
+        )
         try:
             acquire(folder / _LOCK)
             yield folder
@@ -95,8 +108,12 @@ def temporary_folder(final: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
-    """Remove the temporary folders in `folder` of processes that are gone: for the file `name`, or for any if None."""
-    pattern = re.compile(rf"\.({'.+' if name is None else re.escape(name[:200])})\.[a-z0-9_]{{8}}\.tmp")
+    """Remove the temporary folders in `folder` of processes that are gone: for the file `name`, or
+    for any if None.
+    """
+    pattern = re.compile(
+        rf"\.({'.+' if name is None else re.escape(name[:200])})\.[a-z0-9_]{{8}}\.tmp"
+    )
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         match = pattern.fullmatch(path.name)
         if match and (path / _LOCK).exists() and acquire(path / _LOCK):
@@ -112,10 +129,12 @@ def _discard(folder: Path, final: Path) -> None:
 
 
 def acquire(path: Path) -> bool:
-    """Lock a file, made if it is not there, until `release` or the end of the process, however it ends.
+    """Lock a file, made if it is not there, until `release` or the end of the process, however it
+    ends.
 
-    Return whether it was free; where the file system has no locks it counts as free. The processes that this one forks,
-    which may outlive it, do not hold the lock. An OSError says that the file cannot be made.
+    Return whether it was free; where the file system has no locks it counts as free. The processes
+    that this one forks, which may outlive it, do not hold the lock. An OSError says that the file
+    cannot be made.
     """
     path = path.absolute()
     while path not in _locks:
@@ -127,7 +146,9 @@ def acquire(path: Path) -> bool:
                 os.close(descriptor)
                 return False
         with suppress(FileNotFoundError):
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:  # else its last owner has removed it meanwhile
+            if (
+                os.fstat(descriptor).st_ino == path.stat().st_ino
+            ):  # else its last owner has removed it meanwhile
                 _locks[path] = descriptor
                 return True
         os.close(descriptor)
@@ -147,7 +168,10 @@ def flush(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # what file systems that cannot sync a folder answer
+        if error.errno not in {
+            errno.EINVAL,
+            errno.ENOTSUP,
+        }:  # what file systems that cannot sync a folder answer
             raise
     finally:
         os.close(descriptor)
@@ -155,14 +179,18 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn errors of writing `path` into RetrofitError: the disk is full, or the place cannot be written to."""
+    """Turn errors of writing `path` into RetrofitError: the disk is full, or the place cannot be
+    written to.
+    """
     try:
         yield
     except OSError as error:
         if error.errno not in _OF_THE_PLACE:
             raise
         why = os.strerror(error.errno)
-        raise RetrofitError(f"cannot write {path} ({why}); free space or choose another place") from error
+        raise RetrofitError(
+            f"cannot write {path} ({why}); free space or choose another place"
+        ) from error
 
 
 @contextmanager

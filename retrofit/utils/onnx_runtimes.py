@@ -1,4 +1,6 @@
-"""ONNX models run on the CPU by ONNX Runtime or OpenVINO, in float32 on every processor, and what their files say."""
+"""ONNX models run on the CPU by ONNX Runtime or OpenVINO, in float32 on every processor, and what
+their files say.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,24 +29,32 @@ def open_onnx(
     threads: int | None = None,
     advice: str = "please report it",
 ) -> Run:
-    """Return a function that takes the model's inputs, images (N, C, H, W) in float32 say, and returns its outputs.
+    """Return a function that takes the model's inputs, images (N, C, H, W) in float32 say, and
+    returns its outputs.
 
-    OpenVINO computes in bfloat16 by itself where the processor does, but not here. It fuses chains of elementwise
-    operations only where the `shape` of the images is fixed. `threads` None leaves the number to the runtime; `advice`
-    is what an error says to do. A UsageError says that the runtime is not installed, a RetrofitError, of the function
-    too, that it cannot run the model.
+    OpenVINO computes in bfloat16 by itself where the processor does, but not here. It fuses chains
+    of elementwise operations only where the `shape` of the images is fixed. `threads` None leaves
+    the number to the runtime; `advice` is what an error says to do. A UsageError says that the
+    runtime is not installed, a RetrofitError, of the function too, that it cannot run the model.
     """
 
     def guarded(function: Callable[..., Any], *args: Any) -> Any:
         try:
             return function(*args)
         except ImportError:
-            raise UsageError(f"{runtime} is not installed; pip install {runtime}, or take another `runtime`") from None
-        except Exception as error:  # the runtimes' exceptions have no common class
+            raise UsageError(
+                f"{runtime} is not installed; pip install {runtime}, or take another `runtime`"
+            ) from None
+        # the runtimes' exceptions have no common class
+        except Exception as error:
             what = "the exported model" if isinstance(model, bytes) else model
-            raise RetrofitError(f"{RUNTIMES[runtime]} cannot run {what} ({one_line(error)}); {advice}") from error
+            raise RetrofitError(
+                f"{RUNTIMES[runtime]} cannot run {what} ({one_line(error)}); {advice}"
+            ) from error
 
-    run = guarded(_in_onnxruntime if runtime == "onnxruntime" else _in_openvino, model, shape, threads)
+    run = guarded(
+        _in_onnxruntime if runtime == "onnxruntime" else _in_openvino, model, shape, threads
+    )
     return lambda *inputs: guarded(run, *inputs)
 
 
@@ -69,17 +79,26 @@ def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int 
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
     settings |= {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
     request = core.compile_model(read, "CPU", settings).create_infer_request()
-    return lambda *inputs: [value.copy() for value in request.infer(dict(enumerate(inputs))).values()]
+    return lambda *inputs: [
+        value.copy() for value in request.infer(dict(enumerate(inputs))).values()
+    ]
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """Return what an ONNX file says of itself, as JSON where it is JSON; RetrofitError if there is no such file."""
+    """Return what an ONNX file says of itself, as JSON where it is JSON; RetrofitError if there is
+    no such file.
+    """
     if not path.is_file():
-        raise RetrofitError(f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such files")
+        raise RetrofitError(
+            f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such files"
+        )
     try:
         entries = onnx.load(path, load_external_data=False).metadata_props
-    except Exception as error:  # protobuf's errors have no common class
-        raise RetrofitError(f"{path} is not an ONNX file ({one_line(error)}); export it again") from error
+    # protobuf's errors have no common class
+    except Exception as error:
+        raise RetrofitError(
+            f"{path} is not an ONNX file ({one_line(error)}); export it again"
+        ) from error
     known: dict[str, Any] = {entry.key: entry.value for entry in entries}
     for key, text in known.items():
         with suppress(ValueError, RecursionError):

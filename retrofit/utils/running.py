@@ -1,10 +1,19 @@
-"""Run a network of anyone: where it lies, what it takes, what passes through it, and how it is left as it was."""
+"""Run a network of anyone: where it lies, what it takes, what passes through it, and how it is left
+as it was.
+"""
 
 import copy
 import logging
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from io import StringIO
 from itertools import chain
 from typing import Any
@@ -19,11 +28,16 @@ from retrofit.utils.text import one_line
 
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a network's first tensor; the CPU for a network without any."""
-    return next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+    return next(
+        (tensor.device for tensor in chain(model.parameters(), model.buffers())),
+        torch.device("cpu"),
+    )
 
 
 def placement_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device and the dtype that a network's input should have: `batch.to(*placement_of(model))`."""
+    """Return the device and the dtype that a network's input should have:
+    `batch.to(*placement_of(model))`.
+    """
     dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return device_of(model), next(dtypes, torch.float32)
 
@@ -39,36 +53,47 @@ def input_of(batch: Any) -> Any:
 
 
 def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tensor]:
-    """Yield the images of each batch: a tensor (N, C, H, W), or the first entry of a list or tuple, as loaders give it.
+    """Yield the images of each batch: a tensor (N, C, H, W), or the first entry of a list or tuple,
+    as loaders give it.
 
-    A single tensor is one batch. `name` is the argument, for messages. A UsageError says that something else is given,
-    a RetrofitError that a batch holds NaN or infinity, of which a fit would be wrong without a word.
+    A single tensor is one batch. `name` is the argument, for messages. A UsageError says that
+    something else is given, a RetrofitError that a batch holds NaN or infinity, of which a fit
+    would be wrong without a word.
     """
     single = isinstance(batches, Tensor) or not isinstance(batches, Iterable)
     for number, batch in enumerate([batches] if single else batches, 1):
         images = input_of(batch)
         if not isinstance(images, Tensor) or images.ndim < 2:
             what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise UsageError(f"`{name}` takes batches of images, tensors (N, C, H, W); batch {number} is {what}")
+            raise UsageError(
+                f"`{name}` takes batches of images, tensors (N, C, H, W); batch {number} is {what}"
+            )
         if not images.isfinite().all():
-            raise RetrofitError(f"batch {number} of `{name}` holds NaN or infinity; mend how its images are prepared")
+            raise RetrofitError(
+                f"batch {number} of `{name}` holds NaN or infinity; mend how its images are prepared"
+            )
         yield images
 
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Register hooks, `layer.register_forward_hook(look) for layer in layers`, and remove them when the body ends."""
+    """Register hooks, `layer.register_forward_hook(look) for layer in layers`, and remove them when
+    the body ends.
+    """
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)
         yield
 
 
-def without_image_rows(run: Callable[[Tensor], Any], layers: Collection[nn.Module], image: Tensor) -> set[nn.Module]:
-    """Return the layers whose outputs do not have twice as many rows for two images as for one, (1, C, H, W).
+def without_image_rows(
+    run: Callable[[Tensor], Any], layers: Collection[nn.Module], image: Tensor
+) -> set[nn.Module]:
+    """Return the layers whose outputs do not have twice as many rows for two images as for one, (1,
+    C, H, W).
 
-    Such are layers of transformers that take (tokens, images, channels), and a norm of parameters alone. A layer that
-    is not called is not among them. `run` is the network, in evaluation.
+    Such are layers of transformers that take (tokens, images, channels), and a norm of parameters
+    alone. A layer that is not called is not among them. `run` is the network, in evaluation.
     """
     rows: list[dict[nn.Module, int]] = []
 
@@ -85,7 +110,9 @@ def without_image_rows(run: Callable[[Tensor], Any], layers: Collection[nn.Modul
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep warnings, log lines and prints from the user: an exporter prints whole a network that it fails on."""
+    """Keep warnings, log lines and prints from the user: an exporter prints whole a network that it
+    fails on.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -98,8 +125,11 @@ def silence() -> Iterator[None]:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Put each module's mode back afterwards, by `train`, where torchvision's feature extractors change their graph."""
-    modes = [(module, module.training) for module in model.modules()]  # parents first
+    """Put each module's mode back afterwards, by `train`, where torchvision's feature extractors
+    change their graph.
+    """
+    # parents first
+    modes = [(module, module.training) for module in model.modules()]
     try:
         yield
     finally:
@@ -120,12 +150,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluate a network, and leave its modes, its buffers and the random state as they were.
 
-    What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it was traced.
+    What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it
+    was traced.
     """
     device = device_of(model)
     kind, devices = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
     buffers = kept_values(model.buffers())
-    compiled = any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules())
+    compiled = any(
+        m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules()
+    )
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with evaluating(model), eager, torch.random.fork_rng(devices, device_type=kind):
         try:
@@ -136,7 +169,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:
     """Remember the values of some tensors, for `put_back`."""
-    return [(t, None if t.is_inference() else t._version, t.detach().clone()) for t in tensors if not t.is_meta]
+    return [
+        (t, None if t.is_inference() else t._version, t.detach().clone())
+        for t in tensors
+        if not t.is_meta
+    ]
 
 
 def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
@@ -148,7 +185,9 @@ def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of a network; raise RetrofitError if it holds computed tensors, as pruned layers do."""
+    """Return a deep copy of a network; raise RetrofitError if it holds computed tensors, as pruned
+    layers do.
+    """
     try:
         return copy.deepcopy(model)
     except RuntimeError as error:

@@ -6,18 +6,24 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-ROOT = "(the model itself)"  # the name of a model that is a layer
+# the name of a model that is a layer
+ROOT = "(the model itself)"
 
 
 def printable(text: object, limit: int | None = None) -> str:
-    r"""Return a text on one line, with escapes (`\n`, `\x1b`) for the characters that a terminal would act on.
+    r"""Return a text on one line, with escapes (`\n`, `\x1b`) for the characters that a terminal
+    would act on.
 
-    A text of more than `limit` characters loses its middle: names in a network differ at their ends.
+    A text of more than `limit` characters loses its middle: names in a network differ at their
+    ends.
     """
     said = str(text)
-    if limit is not None and len(said) > 2 * limit:  # it may be megabytes
+    # it may be megabytes
+    if limit is not None and len(said) > 2 * limit:
         said = said[:limit] + said[-limit:]
-    said = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in said)
+    said = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in said
+    )
     if limit is None or len(said) <= limit:
         return said
     tail = (limit - 3) // 2
@@ -30,18 +36,23 @@ def shown(value: object, limit: int = 64) -> str:
     brief.maxstring = brief.maxother = limit
     try:
         return printable(brief.repr(value), limit)
-    except ValueError:  # a number of thousands of digits
+    # a number of thousands of digits
+    except ValueError:
         return f"a very large {type(value).__name__}"
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:
-    """Return an exception's message on one line of at most `limit` characters; its class where it has none."""
+    """Return an exception's message on one line of at most `limit` characters; its class where it
+    has none.
+    """
     said = printable(" ".join(str(error)[: 8 * limit].split())) or type(error).__name__
     return said if len(said) <= limit else said[: limit - 3] + "..."
 
 
 def with_class(error: BaseException, limit: int = 240) -> str:
-    """Return "RuntimeError: the message", as `one_line` does; for exceptions whose message says little by itself."""
+    """Return "RuntimeError: the message", as `one_line` does; for exceptions whose message says
+    little by itself.
+    """
     name, said = type(error).__name__, one_line(error, limit)
     return name if said == name else f"{name}: {said}"
 

@@ -71,9 +71,21 @@ def artifact(here: Path, classifier: Path) -> str:
 
 @pytest.fixture
 def start(here: Path) -> Start:
-    """Start a command line in a process of its own, which heeds signals; `launcher` is a module that starts ours."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    how = {"env": environment, "stdout": PIPE, "stderr": PIPE, "text": True, "preexec_fn": heed_signals}
+    """Start a command line in a process of its own, which heeds signals; `launcher` is a module
+    that starts ours.
+    """
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    how = {
+        "env": environment,
+        "stdout": PIPE,
+        "stderr": PIPE,
+        "text": True,
+        "preexec_fn": heed_signals,
+    }
     return lambda *words, launcher=(): subprocess.Popen(
         [sys.executable, "-m", *launcher, "retrofit", *map(str, words)], **how
     )
@@ -94,6 +106,8 @@ def done(result: Result) -> Result:  # return what a command answered that did w
     return result
 
 
-def answer(result: Result) -> dict[str, Any]:  # return the JSON object of a command that did what it was to do
+def answer(
+    result: Result,
+) -> dict[str, Any]:  # return the JSON object of a command that did what it was to do
     values: dict[str, Any] = json.loads(done(result).stdout)
     return values

@@ -46,7 +46,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def network(pictures: Path, converted: Path) -> str:  # an artifact in the working folder, beside pictures for it
+def network(
+    pictures: Path, converted: Path
+) -> str:  # an artifact in the working folder, beside pictures for it
     shutil.copy(converted, ".")
     return "small.safetensors"
 
@@ -64,19 +66,31 @@ def test_a_run_and_what_it_says(run: Run, network: str) -> None:
     values = answer(result)
     said = result.stderr.splitlines()
     assert said[0].startswith("weights: RANDOM")
-    assert said[1:3] == ["strength: 0 in 8 converted layers (0 is the source, 1 the target)", "run: runs/small-2"]
+    assert said[1:3] == [
+        "strength: 0 in 8 converted layers (0 is the source, 1 the target)",
+        "run: runs/small-2",
+    ]
     assert [line.partition(":")[0] for line in said[3:5]] == ["epoch 1", "epoch 2"]
     assert "strength 1.00" in said[4]
     assert said[-1] == "wrote runs/small-2/best.safetensors"
-    assert (values["finished"], values["step"], values["steps"], values["unreadable"]) == (True, 8, 8, [])
-    rows = [json.loads(line) for line in Path("runs/small-2/metrics.jsonl").read_text().splitlines()]
+    assert (values["finished"], values["step"], values["steps"], values["unreadable"]) == (
+        True,
+        8,
+        8,
+        [],
+    )
+    rows = [
+        json.loads(line) for line in Path("runs/small-2/metrics.jsonl").read_text().splitlines()
+    ]
     assert values["best_top1"] == max(row["val_top1"] for row in rows)
     assert Path(values["output"]).is_file()
     # A finished run has nothing left to do, and nothing of it changes.
     before = weights("runs/small-2")
     done(run("finetune", "--resume", "runs/small-2"))
     exact(weights("runs/small-2"), before)
-    assert rows == [json.loads(line) for line in Path("runs/small-2/metrics.jsonl").read_text().splitlines()]
+    assert rows == [
+        json.loads(line) for line in Path("runs/small-2/metrics.jsonl").read_text().splitlines()
+    ]
     # The saved recipe is the whole run, network and data included.
     done(run("finetune", "--recipe", "runs/small-2/recipe.yaml", "-o", "again"))
     exact(weights("runs/small-2"), weights("again"))
@@ -86,7 +100,9 @@ def test_a_run_and_what_it_says(run: Run, network: str) -> None:
 def test_a_control_run_whose_flags_win_over_the_recipe(run: Run) -> None:
     source = timm.create_model("test_vit", num_classes=3, img_size=16)
     torch.save(source.state_dict(), "source.pth")
-    Path("mine.yaml").write_text("epochs: 7\nbatch_size: 4\nworkers: 0\nlr: 0.5\nopt: sgd\nscale: [0.9, 1]\n")
+    Path("mine.yaml").write_text(
+        "epochs: 7\nbatch_size: 4\nworkers: 0\nlr: 0.5\nopt: sgd\nscale: [0.9, 1]\n"
+    )
     words = "finetune test_vit --checkpoint source.pth --num-classes 3 --img-size 16 --data-dir pictures"
     flags = "--recipe mine.yaml --epochs 1 --lr 1e-12 --scale 0.5,0.8 --model-ema -o out"
     result = done(run(*words.split(), *flags.split()))
@@ -99,7 +115,9 @@ def test_a_control_run_whose_flags_win_over_the_recipe(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "start"), [("1", "retrofit"), ("4", "torchrun --nproc-per-node 4 -m retrofit")])
+@pytest.mark.parametrize(
+    ("processes", "start"), [("1", "retrofit"), ("4", "torchrun --nproc-per-node 4 -m retrofit")]
+)
 def test_sigterm_saves_and_ends_and_resume_goes_on(
     processes: str, start: str, run: Run, network: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +135,11 @@ def test_sigterm_saves_and_ends_and_resume_goes_on(
     result = run("finetune", *words, "-o", "broken", "--json")
     sender.join()
     values = json.loads(result.stdout)
-    assert (result.exit_code, values["finished"], 4 <= values["step"] < 16) == (128 + signal.SIGTERM, False, True)
+    assert (result.exit_code, values["finished"], 4 <= values["step"] < 16) == (
+        128 + signal.SIGTERM,
+        False,
+        True,
+    )
     assert f"stopped and saved at step {values['step']} of 16" in result.stderr
     assert result.stderr.splitlines()[-1] == f"next: {start} finetune --resume broken"
     assert Path(values["output"]).exists()
@@ -127,7 +149,9 @@ def test_sigterm_saves_and_ends_and_resume_goes_on(
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_resumed_it_ends_the_same(run: Run, network: str, start: Start) -> None:
+def test_killed_at_any_moment_and_resumed_it_ends_the_same(
+    run: Run, network: str, start: Start
+) -> None:
     words = [network, *DATA, *QUICK, "--epochs", "6", "--noise", "0.3", "--checkpoint-every", "1"]
     done(run("finetune", *words, "-o", "whole"))
     with start("finetune", *words, "-o", "broken") as process:
@@ -155,13 +179,18 @@ def test_a_full_disk_leaves_no_half_of_a_state(run: Run, network: str) -> None:
 def test_digits_from_nothing(run: Run) -> None:
     done(run("convert", "test_resnet", "--to", "bnn", "--img-size", "32", "-o", "d.safetensors"))
     done(run("finetune", "d.safetensors", "--recipe", "digits", "-o", "digits"))
-    assert answer(run("evaluate", "digits/best.safetensors", "--dataset", "digits", "--json"))["top1"] > 97
+    assert (
+        answer(run("evaluate", "digits/best.safetensors", "--dataset", "digits", "--json"))["top1"]
+        > 97
+    )
 
 
 @pytest.mark.slow
 def test_torchrun(run: Run, pictures: Path, network: str, start: Start) -> None:
     generator = np.random.default_rng(0)
-    for file in pictures.rglob("*.png"):  # of one colour, they leave channels without variance, where rounding decides
+    for file in pictures.rglob(
+        "*.png"
+    ):  # of one colour, they leave channels without variance, where rounding decides
         Image.fromarray(generator.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(file)
     same = ["finetune", network, *DATA, *QUICK, "--no-aug", "--opt", "sgd"]
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
@@ -179,4 +208,6 @@ def test_the_help_shows_options_in_groups(run: Run) -> None:
     assert "--no-aug / --aug " in text
     strength = text[text.index("Strength, noise and statistics:") : text.index("Distillation:")]
     assert all(flag in strength for flag in ("--strength-ramp", "--noise-kind", "--sync-norm"))
-    assert all(f"--{name.replace('_', '-')}" in text for name in Recipe.model_fields if name != "model")
+    assert all(
+        f"--{name.replace('_', '-')}" in text for name in Recipe.model_fields if name != "model"
+    )

@@ -1,6 +1,8 @@
-"""The command line as a whole: help, completion, exit codes, what is refused in one line, signals, and slow imports.
+"""The command line as a whole: help, completion, exit codes, what is refused in one line, signals,
+and slow imports.
 
-And what people see: tables on narrow and wide terminals, progress, and flags where the library names arguments.
+And what people see: tables on narrow and wide terminals, progress, and flags where the library
+names arguments.
 """
 
 import ast
@@ -32,7 +34,11 @@ from tests.pictures import write_folder
 
 PACKAGE = Path(retrofit.__file__).parent
 OTHERS = {"cli", "cpp.py"}  # which names the compiler's -o
-LIBRARY = [file for file in sorted(PACKAGE.rglob("*.py")) if OTHERS.isdisjoint(file.relative_to(PACKAGE).parts)]
+LIBRARY = [
+    file
+    for file in sorted(PACKAGE.rglob("*.py"))
+    if OTHERS.isdisjoint(file.relative_to(PACKAGE).parts)
+]
 FLAG = re.compile(r"(?<![\w-])(?:--[a-z][a-z0-9-]*|-[a-z](?![\w-]))")
 COMMAND = re.compile(r"`retrofit ([a-z]+) ([^`]*)`")
 
@@ -52,7 +58,9 @@ def test_help_shows_every_command_its_examples_and_groups_of_options(run: Run, n
     assert text.count(f"$ retrofit {name} ") >= 2
     if name not in ("finetune", "bake", "recipes"):
         assert "\nOptions:\n" not in text
-        groups = r"\nThe network:\n  --num-classes N  .*\n\nOutput:\n.*--json .*\n  -h, --help .*\n$"
+        groups = (
+            r"\nThe network:\n  --num-classes N  .*\n\nOutput:\n.*--json .*\n  -h, --help .*\n$"
+        )
         assert re.search(groups, text, re.DOTALL)
 
 
@@ -73,7 +81,9 @@ def test_help_shows_every_command_its_examples_and_groups_of_options(run: Run, n
 def test_words_that_the_tab_key_completes(words: list[str], expected: list[str]) -> None:
     *args, typed = words
     found = ShellComplete(main, {}, "retrofit", "_RETROFIT_COMPLETE").get_completions(args, typed)
-    assert sorted(item.value if item.type == "plain" else item.type for item in found) == sorted(expected)
+    assert sorted(item.value if item.type == "plain" else item.type for item in found) == sorted(
+        expected
+    )
 
 
 def test_retrofit_and_help_and_the_shells_completion_import_nothing_heavy() -> None:
@@ -94,7 +104,9 @@ for name in [[], *([name] for name in {list(COMMANDS)})]:
     if loaded := {heavy} & set(sys.modules):
         sys.exit(f"{{name}} imported {{loaded}}")
 """
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert process.returncode == 0, process.stderr
 
 
@@ -105,10 +117,26 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
     ("words", "code", "said"),
     [
         ("convert", 2, "Missing argument 'MODEL'; see main convert --help$"),
-        ("convert resnet18 --to bn2", 2, "'bn2' is not one of 'frozen'.*; see main convert --help$"),
-        ("convert resnet18 --to bnn --model-kwargs depth", 2, "'depth' is not of the form key=value; see main convert"),
-        ("evaluate resnet18 --data-dir . -b 0", 2, "--batch-size': 0 is not in the range.*; see main evaluate --help$"),
-        ("evaluate resnet18 --attack pgd --eps 4/0", 2, "'4/0' is no number such as 4/255; see main evaluate"),
+        (
+            "convert resnet18 --to bn2",
+            2,
+            "'bn2' is not one of 'frozen'.*; see main convert --help$",
+        ),
+        (
+            "convert resnet18 --to bnn --model-kwargs depth",
+            2,
+            "'depth' is not of the form key=value; see main convert",
+        ),
+        (
+            "evaluate resnet18 --data-dir . -b 0",
+            2,
+            "--batch-size': 0 is not in the range.*; see main evaluate --help$",
+        ),
+        (
+            "evaluate resnet18 --attack pgd --eps 4/0",
+            2,
+            "'4/0' is no number such as 4/255; see main evaluate",
+        ),
         (f"bake {NET}", 2, "--calibrate"),
         (f"bake {NET} --calibrate absent", 1, "absent"),
         (f"bake {NET} --calibrate pictures -o {NET}", 1, "--force"),
@@ -116,36 +144,76 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ("bench test_resnet --against test_resnet", 2, "against itself"),
         ("bench test_resnet --against net.onnx", 2, "compare two of a kind"),
         ("bench test_resnet --against test_vit --amp-dtype bfloat16", 2, "give --amp too"),
-        ("bench test_resnet --against test_vit --runtime openvino", 2, "--runtime runs exported files"),
+        (
+            "bench test_resnet --against test_vit --runtime openvino",
+            2,
+            "--runtime runs exported files",
+        ),
         ("bench test_resnet --device abacus", 2, "cannot use --device abacus"),
         ("bench a.onnx", 2, "name it with --against"),
         ("bench a.onnx --against b.onnx --amp --checkpoint w.pth", 2, "drop --amp, --checkpoint"),
         ("convert test_vit --to bnn", 1, "BatchNorm.* LayerNorm.*--to lnn"),
         ("convert test_resnet --to bnn", 1, "exists; pass --force"),
-        ("convert test_resnet --to gn --groups many", 2, "--groups must be a number or auto, not 'many'"),
+        (
+            "convert test_resnet --to gn --groups many",
+            2,
+            "--groups must be a number or auto, not 'many'",
+        ),
         ("convert test_resnet --to frn-tlu --strength 0", 2, "--strength means nothing to"),
         ("convert test_resnet --to bnn -o b.safetensors --model-kwargs depht=3", 2, "depht"),
-        ("convert no_model --to bnn -o no/a.safetensors", 1, "no does not exist"),  # said before it is opened
+        (
+            "convert no_model --to bnn -o no/a.safetensors",
+            1,
+            "no does not exist",
+        ),  # said before it is opened
         ("convert test_resnet --to bnn -o a.pth", 2, "ends in .safetensors"),
         ("diagnose test_resnet", 2, "--data-dir"),
-        (f"diagnose test_resnet {DATA} --checkpoint-key model", 2, "--checkpoint-key says .* give --checkpoint FILE"),
+        (
+            f"diagnose test_resnet {DATA} --checkpoint-key model",
+            2,
+            "--checkpoint-key says .* give --checkpoint FILE",
+        ),
         (f"diagnose test_resnet {DATA} -o no/where", 1, "no does not exist; create it"),
-        (f"evaluate test_resnet {DATA} --pretrained --checkpoint w.pth", 2, "--pretrained and --checkpoint are two"),
+        (
+            f"evaluate test_resnet {DATA} --pretrained --checkpoint w.pth",
+            2,
+            "--pretrained and --checkpoint are two",
+        ),
         (f"evaluate test_resnet {DATA} --runtime openvino", 2, "--runtime runs exported files"),
-        (f"evaluate test_resnet {DATA} --attack pgd --eps 4", 2, "--eps must lie .* at most 1, not 4; 4/255"),
+        (
+            f"evaluate test_resnet {DATA} --attack pgd --eps 4",
+            2,
+            "--eps must lie .* at most 1, not 4; 4/255",
+        ),
         (f"evaluate test_resnet {DATA} --attack pgd --eps 0", 2, "--eps must lie above 0 "),
-        (f"evaluate net.onnx {DATA} --device cuda --amp", 2, "gives no gradients; drop --device, --amp"),
-        (f"evaluate net.onnx {DATA} --checkpoint w.pth --attack pgd", 2, "drop --checkpoint, --attack"),
+        (
+            f"evaluate net.onnx {DATA} --device cuda --amp",
+            2,
+            "gives no gradients; drop --device, --amp",
+        ),
+        (
+            f"evaluate net.onnx {DATA} --checkpoint w.pth --attack pgd",
+            2,
+            "drop --checkpoint, --attack",
+        ),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
         ("inspect weights.pth", 2, "no artifact; give a name, and this file as its checkpoint"),
         ("inspect text.onnx", 2, "for evaluate and bench alone; give the artifact"),
-        (f"export {NET} --report net.html", 2, "a report is a .json file, not net.html; give --report a name that"),
+        (
+            f"export {NET} --report net.html",
+            2,
+            "a report is a .json file, not net.html; give --report a name that",
+        ),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
         (f"export {NET} --half --int8", 2, "choose one"),
         (f"export {NET} --for openvino", 2, "--for approximate; add --fold poly"),
         ("finetune", 2, "there is no network to train"),
         (f"finetune {NET}", 2, "nothing to read images from; give --data-dir or --dataset"),
-        (f"finetune {NET} {DATA} -o pictures", 1, "pictures exists; give another --output, .* by --resume"),
+        (
+            f"finetune {NET} {DATA} -o pictures",
+            1,
+            "pictures exists; give another --output, .* by --resume",
+        ),
         (f"finetune {NET} --lr -1 --opt sdg --epochs x", 2, "3 mistakes in the settings"),
         (f"finetune {NET} {DATA} --device tpu", 2, "cannot use --device tpu"),
         (f"finetune {NET} {DATA} --log-with nothing", 2, "is no tracker"),
@@ -159,7 +227,9 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ("inspect .", 2, ". is no network's name; give an artifact"),
     ],
 )
-def test_a_refusal_is_a_line_and_a_code(run: Run, here: Path, artifact: str, words: str, code: int, said: str) -> None:
+def test_a_refusal_is_a_line_and_a_code(
+    run: Run, here: Path, artifact: str, words: str, code: int, said: str
+) -> None:
     write_folder(here / "pictures", wrong=0, each=2)
     for name in ("there.txt", "text.onnx", "mine.onnx", "test_resnet-bnn.safetensors"):
         Path(name).write_text("mine")
@@ -169,7 +239,9 @@ def test_a_refusal_is_a_line_and_a_code(run: Run, here: Path, artifact: str, wor
     line = complaint(result)
     assert re.search(said, line)
     assert set(FLAG.findall(line)) <= {"--help", *flags_of(words.partition(" ")[0])}
-    assert all(quoted.startswith("retrofit") for quoted in re.findall("`(.*?)`", line))  # and no Python argument
+    assert all(
+        quoted.startswith("retrofit") for quoted in re.findall("`(.*?)`", line)
+    )  # and no Python argument
     assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before
 
 
@@ -179,7 +251,11 @@ OUTCOMES = [
     (KeyboardInterrupt(), 130, "interrupted"),
     (click.UsageError("no such word."), 2, "error: no such word; see main inspect --help"),
     (OSError(5, "Input/output error", "f"), 1, "error: [Errno 5] Input/output error: 'f'; check"),
-    (ValueError("first\nsecond"), 1, "error: unexpected ValueError: first second; RETROFIT_DEBUG=1"),
+    (
+        ValueError("first\nsecond"),
+        1,
+        "error: unexpected ValueError: first second; RETROFIT_DEBUG=1",
+    ),
     (SystemExit(143), 143, ""),
 ]
 
@@ -187,7 +263,12 @@ OUTCOMES = [
 @pytest.mark.parametrize(("raised", "code", "line"), OUTCOMES)
 @pytest.mark.parametrize("debug", [False, True])
 def test_every_exception_becomes_a_line_and_a_code(
-    run: Run, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, line: str, debug: bool
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+    code: int,
+    line: str,
+    debug: bool,
 ) -> None:
     def fail() -> None:
         raise raised
@@ -207,13 +288,19 @@ def test_recipes_are_listed_shown_and_copied(run: Run) -> None:
     assert re.search(r"^digits +\w", done(run("recipes")).stdout, re.MULTILINE)
     done(run("recipes", "copy", "digits", "mine.yaml"))
     assert Path("mine.yaml").read_text() == done(run("recipes", "show", "digits")).stdout != ""
-    assert "mine.yaml exists; pass --force" in complaint(run("recipes", "copy", "digits", "mine.yaml"))
+    assert "mine.yaml exists; pass --force" in complaint(
+        run("recipes", "copy", "digits", "mine.yaml")
+    )
 
 
 def test_python_dash_m(start: Start) -> None:
     with start("frobnicate") as process:
         said = process.communicate()
-    assert (process.returncode, *said) == (2, "", "error: there is no command 'frobnicate'; see retrofit --help\n")
+    assert (process.returncode, *said) == (
+        2,
+        "",
+        "error: there is no command 'frobnicate'; see retrofit --help\n",
+    )
 
 
 def test_a_bare_call_shows_help_and_no_error(run: Run) -> None:
@@ -226,7 +313,9 @@ def test_a_bare_call_shows_help_and_no_error(run: Run) -> None:
 @pytest.mark.slow
 def test_ctrl_c_in_the_middle_leaves_nothing(start: Start) -> None:
     with start("convert", "resnet152", "--to", "bnn") as process:
-        assert process.stderr.readline().startswith("weights: RANDOM")  # the check of the source comes next
+        assert process.stderr.readline().startswith(
+            "weights: RANDOM"
+        )  # the check of the source comes next
         process.send_signal(signal.SIGINT)
         said = process.stderr.read()
     assert (process.returncode, "Traceback" in said, os.listdir()) == (130, False, [])
@@ -248,32 +337,51 @@ PICTURES = ("--data-dir", "pictures", "-j", "0")
 
 @pytest.fixture
 def converted(run: Run, pictures: Path) -> str:
-    """The artifact of a converted classifier whose file lies in the working folder, with pictures for it."""
+    """The artifact of a converted classifier whose file lies in the working folder, with pictures
+    for it.
+    """
     shutil.copy(mynet.__file__, "userfile.py")
     result = run("convert", "py:userfile:small", "--to", "bnn", "--json")
     values = answer(result)
     assert (values["model"], values["library"]) == ("userfile:small", "own")
-    assert result.stderr.splitlines()[-1].startswith("next: retrofit evaluate userfile-small-bnn.safetensors --network")
+    assert result.stderr.splitlines()[-1].startswith(
+        "next: retrofit evaluate userfile-small-bnn.safetensors --network"
+    )
     return str(values["output"])
 
 
 def test_every_command_takes_it(run: Run, converted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.diagnose.report_folder.write_report", lambda *_: None)  # painting takes longest
+    monkeypatch.setattr(
+        "retrofit.diagnose.report_folder.write_report", lambda *_: None
+    )  # painting takes longest
     few = ("-b", "2", "--rounds", "3", "--mode", "eval")
     for words in (
         ("inspect", "py:userfile:small", "--to", "gn"),
         ("inspect", converted, *NETWORK),
         ("evaluate", converted, *NETWORK, *PICTURES),
         ("evaluate", "py:userfile:small", *PICTURES),
-        ("diagnose", converted, *NETWORK, "--against", "py:userfile:small", *PICTURES[:2], "--images", "4"),
+        (
+            "diagnose",
+            converted,
+            *NETWORK,
+            "--against",
+            "py:userfile:small",
+            *PICTURES[:2],
+            "--images",
+            "4",
+        ),
         ("bench", converted, *NETWORK, *few),
         ("bench", "py:userfile:small", "--against", converted, *NETWORK, *few),
     ):
         result = run(*words)
         assert result.exit_code == 0, (words, result.stderr)
         if converted in words and words[0] != "inspect":
-            assert "strength: 0 in 1 converted layer (0 is the source, 1 the target)" in result.stderr
-    again = run("convert", converted, *NETWORK, "--to", "bnn", "--from", "bn", "-o", "again.safetensors")
+            assert (
+                "strength: 0 in 1 converted layer (0 is the source, 1 the target)" in result.stderr
+            )
+    again = run(
+        "convert", converted, *NETWORK, "--to", "bnn", "--from", "bn", "-o", "again.safetensors"
+    )
     assert "nothing to convert" in complaint(again)
 
 
@@ -334,7 +442,9 @@ ROWS = [
 
 @pytest.fixture(params=[80, 120])
 def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Console:
-    terminal = Console(file=io.StringIO(), width=request.param, force_terminal=True, color_system=None)
+    terminal = Console(
+        file=io.StringIO(), width=request.param, force_terminal=True, color_system=None
+    )
     monkeypatch.setattr(console, "stderr", lambda: terminal)
     return terminal
 
@@ -361,7 +471,9 @@ def test_a_name_with_brackets_is_shown_as_it_is(terminal: Console, text: str) ->
     assert f"{text}: [b]" in terminal.file.getvalue()
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = [0.0]
     log = Console(file=io.StringIO(), width=120, get_time=lambda: clock[0])
     monkeypatch.setattr(console, "stderr", lambda: log)
@@ -386,25 +498,35 @@ def example(**_: Any) -> None:
     ("text", "expected"),
     [
         *(("lower `batch_size`", "lower --batch-size"), ("add `source='bn'`", "add --from bn")),
-        *(("drop `pretrained`", "drop --pretrained"), ("pass `pretrained=True`", "pass --pretrained")),
+        *(
+            ("drop `pretrained`", "drop --pretrained"),
+            ("pass `pretrained=True`", "pass --pretrained"),
+        ),
         ("start again with `amp=False`", "start again with --no-amp"),
         ("pass `checkpoint=FILE`", "pass --checkpoint FILE"),
         ("pass `checkpoint='a b.pth'`", "pass --checkpoint 'a b.pth'"),
         ("pass `model_kwargs={'a': 1, 'b': 'x'}`", "pass --model-kwargs a=1 --model-kwargs b=x"),
         ("`batch_size=7`, `batch_size=(8,)`", "--batch-size 7, --batch-size 8"),
         *((text, text) for text in ("`into` and `strength=1`", "an open ` and source")),
-        ("`retrofit convert` and `save(source='own')`", "`retrofit convert` and `save(source='own')`"),
+        (
+            "`retrofit convert` and `save(source='own')`",
+            "`retrofit convert` and `save(source='own')`",
+        ),
     ],
 )
 def test_arguments_become_flags(text: str, expected: str) -> None:
     assert in_flags(text, example) == expected
     assert in_flags(text) == text  # no command runs
-    assert in_flags("pass `force=True`", command("recipes")) == "pass --force"  # a group has its commands' options
+    assert (
+        in_flags("pass `force=True`", command("recipes")) == "pass --force"
+    )  # a group has its commands' options
 
 
 def texts(node: ast.AST) -> Iterator[str]:
     """Yield the strings of a file but its docstrings, as they are written; an f-string is one."""
-    if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+    if isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ):
         yield ast.unparse(node)
     elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
         for child in ast.iter_child_nodes(node):

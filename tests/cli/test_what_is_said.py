@@ -1,6 +1,8 @@
-"""What `retrofit inspect`, `bench`, `export` and `evaluate` say, to people and to programs; inspect writes nothing.
+"""What `retrofit inspect`, `bench`, `export` and `evaluate` say, to people and to programs; inspect
+writes nothing.
 
-And that a command gives what the Python function of its name gives: the same answer, and the same file.
+And that a command gives what the Python function of its name gives: the same answer, and the same
+file.
 """
 
 import json
@@ -43,7 +45,9 @@ def test_the_census(run: Run, here: Path) -> None:
     result = done(run("inspect", "test_efficientnet"))
     assert result.stdout == ""
     assert re.search(r"\d+ +BatchNormAct2d +bn +\d+-\d+ +bn1, ", result.stderr)
-    assert result.stderr.splitlines()[-1].endswith("normalization layers; add --to TARGET to see what becomes of them")
+    assert result.stderr.splitlines()[-1].endswith(
+        "normalization layers; add --to TARGET to see what becomes of them"
+    )
     assert os.listdir(here) == []
     full = done(run("inspect", "test_efficientnet", "--full")).stderr.splitlines()
     assert full[0].split() == ["bn1", "BatchNormAct2d", "bn"]
@@ -55,7 +59,14 @@ def test_json_lists_every_layer(run: Run) -> None:
     assert set(values) == {"schema", "model", "library", "layers", "counts", "functional"}
     assert (values["schema"], values["model"], values["library"]) == (1, "resnet18", "torchvision")
     assert values["counts"] == {"BatchNorm2d": 20}
-    first = {"name": "bn1", "source": "BatchNorm2d", "family": "bn", "channels": 64, "status": "known", "reason": ""}
+    first = {
+        "name": "bn1",
+        "source": "BatchNorm2d",
+        "family": "bn",
+        "channels": 64,
+        "status": "known",
+        "reason": "",
+    }
     assert values["layers"][0] == first
     assert len(values["layers"]) == 20
 
@@ -69,13 +80,18 @@ def test_the_plan(run: Run) -> None:
     kept = sum("layer1" in name for name in names)
     assert plan["counts"] == {"converted": len(names) - kept, "kept": kept, "unsupported": 0}
     assert re.search(r"\(kept\) .* matched by --skip layer1", result.stderr)
-    assert result.stderr.splitlines()[-1] == f"{len(names) - kept} converted, {kept} kept, 0 unsupported"
+    assert (
+        result.stderr.splitlines()[-1]
+        == f"{len(names) - kept} converted, {kept} kept, 0 unsupported"
+    )
     stderr = run("inspect", "test_resnet", "--to", "gn-pn", "--full").stderr
     assert re.search(r"act1 +ReLU +proxy-normalized", stderr)
     assert "(left)" in stderr
 
 
-@pytest.mark.parametrize("words", [["--to", "ln-pn"], ["--to", "ln-pn", "--from", "gn"], ["--to", "bnn"]])
+@pytest.mark.parametrize(
+    "words", [["--to", "ln-pn"], ["--to", "ln-pn", "--from", "gn"], ["--to", "bnn"]]
+)
 def test_a_hint_never_names_the_command_that_gave_it(run: Run, words: list[str]) -> None:
     line = complaint(run("inspect", "test_efficientnet_gn", *words))
     assert "inspect MODEL --to" not in line
@@ -90,7 +106,9 @@ def test_an_artifact_is_measured_against_its_source(run: Run) -> None:
     result = run("bench", "net.safetensors", *FEW)
     costs = answer(result)["costs"]
     assert [(cost["mode"], cost["network"]) for cost in costs] == [
-        (mode, network) for mode in ("eval", "train") for network in ("net.safetensors", "test_resnet")
+        (mode, network)
+        for mode in ("eval", "train")
+        for network in ("net.safetensors", "test_resnet")
     ]
     for converted, source in (costs[:2], costs[2:]):
         assert converted["time_ratio"]["median"] > 0
@@ -127,17 +145,38 @@ def test_exported_files(run: Run, classifier: Path) -> None:
 def test_export_and_report(classifier: Path, exported: Result) -> None:
     found = answer(exported)
     assert (classifier / "net.json").read_text() == exported.stdout
-    assert (found["schema"], found["model"], found["fold"], found["opset"]) == (1, "test_resnet.r160_in1k", "exact", 18)
+    assert (found["schema"], found["model"], found["fold"], found["opset"]) == (
+        1,
+        "test_resnet.r160_in1k",
+        "exact",
+        18,
+    )
     assert (found["target"], found["strength"], found["weights"]["kind"]) == ("ln", 1.0, "unknown")
-    assert (found["output"], found["bytes"]) == ("net.onnx", (classifier / "net.onnx").stat().st_size)
-    assert set(found["parity"]) == {"batches", "max_abs_diff", "scale", "top1_agreement", "tolerance", "passed"}
+    assert (found["output"], found["bytes"]) == (
+        "net.onnx",
+        (classifier / "net.onnx").stat().st_size,
+    )
+    assert set(found["parity"]) == {
+        "batches",
+        "max_abs_diff",
+        "scale",
+        "top1_agreement",
+        "tolerance",
+        "passed",
+    }
     assert found["parity"]["passed"] is True
     assert found["nodes"]["Conv"] > 0
     assert len(found["layers"]) > 3
     for said in ("check passed: largest difference", "wrote net.onnx (", "wrote net.json"):
         assert said in exported.stderr
-    metadata = {entry.key: entry.value for entry in onnx.load(classifier / "net.onnx").metadata_props}
-    assert (metadata["model"], metadata["target"], metadata["strength"]) == (found["model"], "ln", "1.0")
+    metadata = {
+        entry.key: entry.value for entry in onnx.load(classifier / "net.onnx").metadata_props
+    }
+    assert (metadata["model"], metadata["target"], metadata["strength"]) == (
+        found["model"],
+        "ln",
+        "1.0",
+    )
     for name in ("input_size", "mean", "std", "crop_pct"):
         assert found["preprocess"][name] == json.loads(metadata[name])
 
@@ -161,7 +200,14 @@ def test_failed_check(run: Run, artifact: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_was_judged_on_noise_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = {"layers": (), "judged": "3 random inputs", "guessed": True, "output": "a.onnx", "bytes": 1, "nodes": {}}
+    facts = {
+        "layers": (),
+        "judged": "3 random inputs",
+        "guessed": True,
+        "output": "a.onnx",
+        "bytes": 1,
+        "nodes": {},
+    }
     _show(SimpleNamespace(**facts, parity=Comparison(0.1, 1.0, top1_agreement=0.5)))  # type: ignore[arg-type]
     said = capsys.readouterr().err
     assert "the same top-1 for 50.0% of 3 random inputs" in said
@@ -178,9 +224,19 @@ def test_figures_and_json(run: Run) -> None:
     model.fc.bias.data = torch.tensor([0.0, 0.0, 1.0])
     torch.save(model.state_dict(), "w.pth")
     result = run("evaluate", *MODEL, *CHECKPOINT, *DATA, "--json")
-    expected = {"schema": 1, "model": "test_resnet", "target": None, "strength": None, "data": "pictures"}
+    expected = {
+        "schema": 1,
+        "model": "test_resnet",
+        "target": None,
+        "strength": None,
+        "data": "pictures",
+    }
     expected |= {"weights": {"kind": "checkpoint", "from": "w.pth"}, "images": 12, "skipped": []}
-    expected |= {"top1": pytest.approx(100 / 3), "top5": 100.0, "loss": pytest.approx(1.218, abs=0.001)}
+    expected |= {
+        "top1": pytest.approx(100 / 3),
+        "top5": 100.0,
+        "loss": pytest.approx(1.218, abs=0.001),
+    }
     assert answer(result) == {**expected, "correct1": 4, "correct5": 12}
     said = ["weights: checkpoint w.pth", "top-1 33.33% (4 of 12)", "top-5 100.00% (12 of 12)"]
     assert result.stderr.splitlines() == said
@@ -207,13 +263,18 @@ def test_what_the_data_leaves_open_is_said(run: Run, pictures: Path) -> None:
     result = run("evaluate", *MODEL, *DATA, "--json")
     values = answer(result)
     assert result.stderr.startswith("weights: RANDOM")
-    assert "warning: the data has 3 classes and the model 1,000 outputs: the classes, sorted by name" in result.stderr
+    assert (
+        "warning: the data has 3 classes and the model 1,000 outputs: the classes, sorted by name"
+        in result.stderr
+    )
     assert "warning: 1 image cannot be read: ant/0.png" in result.stderr
     assert (values["images"], values["skipped"]) == (11, ["ant/0.png"])
 
 
 @pytest.mark.usefixtures("pictures")
-def test_other_names_of_classes_and_a_strength_that_nobody_set_are_warned_of_in_mixed_precision_too(run: Run) -> None:
+def test_other_names_of_classes_and_a_strength_that_nobody_set_are_warned_of_in_mixed_precision_too(
+    run: Run,
+) -> None:
     """As many classes as outputs prove nothing: bee would be taken for bat, and cat for bee."""
     model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=3), "gn")
     retrofit.set_strength(model, 0.02531)
@@ -226,12 +287,17 @@ def test_other_names_of_classes_and_a_strength_that_nobody_set_are_warned_of_in_
     assert "are not what the model calls its outputs: the classes, sorted" in said
 
 
-RUNTIMES = [("onnxruntime", "ONNX Runtime"), pytest.param("openvino", "OpenVINO", marks=pytest.mark.slow)]
+RUNTIMES = [
+    ("onnxruntime", "ONNX Runtime"),
+    pytest.param("openvino", "OpenVINO", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.usefixtures("pictures", "exported")
 @pytest.mark.parametrize(("runtime", "name"), RUNTIMES)
-def test_an_exported_file_scores_as_its_artifact(run: Run, classifier: Path, runtime: str, name: str) -> None:
+def test_an_exported_file_scores_as_its_artifact(
+    run: Run, classifier: Path, runtime: str, name: str
+) -> None:
     shutil.copy(classifier / "net.onnx", ".")
     data = [*DATA, "-j", "0", "-b", "4", "--json"]
     scored = answer(run("evaluate", classifier / "net.safetensors", *data))
@@ -253,26 +319,51 @@ WRONG: dict[str, list[Any]] = {
     ("name", "value", "message"),
     [
         ("crop_mode", None, "a.onnx lacks the metadata that .*'crop_mode'"),
-        ("model", "net", "ONNX Runtime cannot run a.onnx .*; export it again"),  # nothing is changed
-        *((name, value, "a.onnx lacks the metadata that") for name in WRONG for value in WRONG[name]),
+        (
+            "model",
+            "net",
+            "ONNX Runtime cannot run a.onnx .*; export it again",
+        ),  # nothing is changed
+        *(
+            (name, value, "a.onnx lacks the metadata that")
+            for name in WRONG
+            for value in WRONG[name]
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_files_that_export_does_not_write_are_refused(name: str, value: Any, message: str, run: Run) -> None:
-    metadata = {**Preprocess((3, 8, 8), (0.0,) * 3, (1.0,) * 3).to_dict(), "model": "net", name: value}
+def test_files_that_export_does_not_write_are_refused(
+    name: str, value: Any, message: str, run: Run
+) -> None:
+    metadata = {
+        **Preprocess((3, 8, 8), (0.0,) * 3, (1.0,) * 3).to_dict(),
+        "model": "net",
+        name: value,
+    }
     file = onnx.ModelProto()  # without a network
-    texts = {key: entry if isinstance(entry, str) else json.dumps(entry) for key, entry in metadata.items()}
+    texts = {
+        key: entry if isinstance(entry, str) else json.dumps(entry)
+        for key, entry in metadata.items()
+    }
     onnx.helper.set_model_props(file, {key: text for key, text in texts.items() if text != "null"})
     onnx.save(file, "a.onnx")
     result = run("evaluate", "a.onnx", *DATA, "-j", "0")
-    assert (result.exit_code, bool(re.search(message, complaint(result)))) == (1, True), result.stderr
+    assert (result.exit_code, bool(re.search(message, complaint(result)))) == (1, True), (
+        result.stderr
+    )
     if name == "input_size":
-        assert "a.onnx does not say which images it takes" in complaint(run("bench", "a.onnx", "--against", "b.onnx"))
+        assert "a.onnx does not say which images it takes" in complaint(
+            run("bench", "a.onnx", "--against", "b.onnx")
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning")
-def test_real_photographs_with_real_weights(run: Run, shared_data: Path, real_weights: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in.*tar:pytest.PytestUnraisableExceptionWarning"
+)
+def test_real_photographs_with_real_weights(
+    run: Run, shared_data: Path, real_weights: Path
+) -> None:
     loading = ["tf_efficientnet_lite0", "--checkpoint", real_weights, "--match", "order"]
     data = ["--data-dir", shared_data / "imagenet-samples-200.tar", "-j", "0", "--json"]
     data += ["--class-map", shared_data / "imagenet-classes.txt"]
@@ -314,7 +405,9 @@ def converted(run: Run, *words: str) -> Network:  # a converted network, in a.sa
          {"groups": "auto", "pn_params": False, "ws": True, "source": "bn"}),
     ],
 )  # fmt: skip
-def test_convert_is_the_function(run: Run, pictures: Path, to: str, words: str, options: dict[str, Any]) -> None:
+def test_convert_is_the_function(
+    run: Run, pictures: Path, to: str, words: str, options: dict[str, Any]
+) -> None:
     network = converted(run, "--to", "bnn", "--only", "^bn1$")
     result = answer(run("convert", "a.safetensors", "--json", "--to", to, *words.split()))
     if "calibrate" in words:
@@ -328,9 +421,13 @@ def test_convert_is_the_function(run: Run, pictures: Path, to: str, words: str, 
 
 def test_evaluate_is_the_function(run: Run, pictures: Path) -> None:
     network = converted(run, "--to", "bnn", "--strength", "0.5")
-    result = answer(run("evaluate", "a.safetensors", *DATA, "-j", "0", "-b", "5", "--channels-last", "--json"))
+    result = answer(
+        run("evaluate", "a.safetensors", *DATA, "-j", "0", "-b", "5", "--channels-last", "--json")
+    )
     data = open_images(pictures, labels=network.labels)
-    found = evaluate(network.model, data, network.preprocess, batch_size=5, workers=0, channels_last=True)
+    found = evaluate(
+        network.model, data, network.preprocess, batch_size=5, workers=0, channels_last=True
+    )
     assert found.images == 12
     assert result == {"schema": 1, **network.facts, "data": "pictures", **plain(found.to_dict())}
 
@@ -344,7 +441,11 @@ def test_bake_is_the_function(run: Run, pictures: Path) -> None:
     assert "next: retrofit export a-baked.safetensors" in called.stderr
     images = sample_batches(pictures, network.preprocess)
     model, report = retrofit.bake(network.model, images, tolerance=9)
-    assert result == {"model": "test_resnet", "output": "a-baked.safetensors", **plain(report.to_dict())}
+    assert result == {
+        "model": "test_resnet",
+        "output": "a-baked.safetensors",
+        **plain(report.to_dict()),
+    }
     assert_same(result["output"], model)
 
 
@@ -357,7 +458,9 @@ def test_export_is_the_function(run: Run, pictures: Path) -> None:
     words = ["--fold", "poly", "--calibrate", pictures, "--tolerance", "0.9", "--opset", "20"]
     called = run("export", "a.safetensors", *words, "--json")
     images = sample_batches(pictures, network.preprocess, images=256)
-    report = retrofit.export_onnx(network.model, "b.onnx", fold="poly", opset=20, calibrate=images, tolerance=0.9)
+    report = retrofit.export_onnx(
+        network.model, "b.onnx", fold="poly", opset=20, calibrate=images, tolerance=0.9
+    )
     assert answer(called) == plain({**report.to_dict(), "output": "a.onnx"})
     assert onnx.load("a.onnx") == onnx.load("b.onnx")
     assert "rms error" in called.stderr
@@ -368,13 +471,23 @@ def test_export_is_the_function(run: Run, pictures: Path) -> None:
 @pytest.mark.slow
 def test_diagnose_writes_what_it_says(run: Run, pictures: Path) -> None:
     done(run("convert", "test_resnet", "--to", "bnn", "--num-classes", "3"))
-    words = ["test_resnet", "--num-classes", "3", "--against", "test_resnet-bnn.safetensors", "--data-dir", pictures]
+    words = [
+        "test_resnet",
+        "--num-classes",
+        "3",
+        "--against",
+        "test_resnet-bnn.safetensors",
+        "--data-dir",
+        pictures,
+    ]
     words += ["--images", "4", "-b", "2", "--channels", "2"]
     result = run("diagnose", *words, "--json")
     found = answer(result)
     assert list(found["networks"]) == ["test_resnet", "test_resnet-bnn"]
     assert found["networks"]["test_resnet"]["images"] == 4
-    assert found["networks"]["test_resnet"]["input_noise"][0]["top1"] is not None  # as many classes as outputs
+    assert (
+        found["networks"]["test_resnet"]["input_noise"][0]["top1"] is not None
+    )  # as many classes as outputs
     assert "wrote test_resnet-diagnosis/index.html" in result.stderr
     saved = json.loads(Path("test_resnet-diagnosis/results.json").read_text())
     assert saved["networks"] == found["networks"]

@@ -15,9 +15,23 @@ from torch import nn
 
 import retrofit
 from retrofit.diagnose import meters
-from retrofit.diagnose.diagnosis import Batch, Diagnosis, diagnose, input_noise, labelled_batches, under_attack
+from retrofit.diagnose.diagnosis import (
+    Batch,
+    Diagnosis,
+    diagnose,
+    input_noise,
+    labelled_batches,
+    under_attack,
+)
 from retrofit.diagnose.meters import Probe, probes
-from retrofit.diagnose.report_folder import Plot, _table, check_folder, plots, sentences, write_report
+from retrofit.diagnose.report_folder import (
+    Plot,
+    _table,
+    check_folder,
+    plots,
+    sentences,
+    write_report,
+)
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Attack
 from retrofit.images.dataset import open_images
@@ -50,7 +64,9 @@ def test_a_network_is_left_as_it_was() -> None:
     model.layer1.eval()
     diagnose(model, batches(), **SMALL)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert {module.training for name, module in model.named_modules() if "layer1" not in name} == {True}
+    assert {module.training for name, module in model.named_modules() if "layer1" not in name} == {
+        True
+    }
     assert {module.training for module in model.layer1.modules()} == {False}
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
@@ -59,14 +75,18 @@ def test_a_network_is_left_as_it_was() -> None:
 def one() -> Diagnosis:  # what is found about a network
     torch.manual_seed(0)
     stages: set[str] = set()
-    found = diagnose(network("bnn"), batches(), **SMALL, progress=lambda done, total, what: stages.add(what))
+    found = diagnose(
+        network("bnn"), batches(), **SMALL, progress=lambda done, total, what: stages.add(what)
+    )
     assert sorted(stages) == ["input noise", "layers", "noise", "statistics"]
     return found
 
 
 def test_what_is_found(one: Diagnosis) -> None:
     assert one.images == 8
-    assert [layer.name for layer in one.layers] == [probe.name for probe in probes(network("bnn"))[0]]
+    assert [layer.name for layer in one.layers] == [
+        probe.name for probe in probes(network("bnn"))[0]
+    ]
     assert all(0 < r2 <= 1 for layer in one.layers for r2 in (layer.r2, layer.r2_before))
     assert {len(layer.lmbda) for layer in one.layers} == {7}
     followed = [layer.name for layer in one.layers if layer.linearity is not None]
@@ -81,16 +101,23 @@ def test_noise_on_the_images_is_judged_against_clean_answers() -> None:
     images, generator = [pixels for pixels, _ in batches()], torch.Generator().manual_seed(0)
     drawn = [torch.randn(pixels.shape, generator=generator) for pixels in images]
     with torch.no_grad():
-        clean, noisy = ([model(x).argmax(1) for x in xs] for xs in (images, map(torch.add, images, drawn)))
+        clean, noisy = (
+            [model(x).argmax(1) for x in xs] for xs in (images, map(torch.add, images, drawn))
+        )
     answers = [clean[0], clean[1] + 1]
     found = diagnose(model, list(zip(images, answers, strict=True)), **SMALL).input_noise
     clean, noisy, labels = (torch.cat(of) for of in (clean, noisy, answers))
     assert found[0].top1 == 50
-    assert (found[-1].level, found[-1].agreement) == (1.0, 100 * float((noisy == clean).double().mean()))
+    assert (found[-1].level, found[-1].agreement) == (
+        1.0,
+        100 * float((noisy == clean).double().mean()),
+    )
     assert found[-1].top1 == 100 * float((noisy == labels).double().mean())
 
 
-@pytest.mark.parametrize(("wanted", "looked"), [(1, [0]), (2, [0, 2]), (3, [0, 2]), (9, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("wanted", "looked"), [(1, [0]), (2, [0, 2]), (3, [0, 2]), (9, [0, 1, 2, 3])]
+)
 def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
     wanted: int, looked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +131,10 @@ def test_the_batches_that_are_looked_at_closely_are_evenly_spread(
 def test_noise_is_followed_from_where_it_is_added(one: Diagnosis) -> None:
     assert len(one.noise) == 2
     for followed in one.noise:
-        assert (followed.layers[0], followed.errors[0]) == (followed.source, pytest.approx(0.1, rel=0.05))
+        assert (followed.layers[0], followed.errors[0]) == (
+            followed.source,
+            pytest.approx(0.1, rel=0.05),
+        )
 
 
 def test_answers_under_attack() -> None:
@@ -126,7 +156,10 @@ def test_answers_under_attack() -> None:
 def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
     with pretended(network("bnn")) as model:
         found = diagnose(model, batches(), **SMALL)
-    figures = [[figure for layer in of.layers for figure in (layer.r2, layer.linearity)] for of in (found, one)]
+    figures = [
+        [figure for layer in of.layers for figure in (layer.r2, layer.linearity)]
+        for of in (found, one)
+    ]
     assert figures[0] == pytest.approx(figures[1], abs=1e-4)
     assert [entry.top1 for entry in found.input_noise] == [entry.top1 for entry in one.input_noise]
 
@@ -140,7 +173,11 @@ def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
         ([UNCALLED], batches(), "the model calls none of its normalization layers"),
         ([nn.Conv2d(3, 2, 1)], batches(), "no normalization layer that holds the images"),
         ([nn.BatchNorm2d(3)], [], "no images"),
-        ([nn.BatchNorm2d(3), nn.Flatten(), nn.Threshold(math.inf, math.nan)], batches(), "not finite; check its weigh"),
+        (
+            [nn.BatchNorm2d(3), nn.Flatten(), nn.Threshold(math.inf, math.nan)],
+            batches(),
+            "not finite; check its weigh",
+        ),
     ],
 )
 def test_nothing_to_measure(layers: list[nn.Module], given: list[Batch], message: str) -> None:
@@ -161,7 +198,9 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
 def test_a_probe_leaves_out_the_affine_and_the_activation(name: str) -> None:
     make, shape = LAYERS[name]
     layer, x = make().eval(), torch.randn(shape)
-    plain = Probe("", copy.deepcopy(layer)).by_channel(nn.functional.layer_norm(x, (6,)) if name == "layer" else x)
+    plain = Probe("", copy.deepcopy(layer)).by_channel(
+        nn.functional.layer_norm(x, (6,)) if name == "layer" else x
+    )
     with torch.no_grad():
         layer.weight.uniform_(-2, 2)
         layer.bias.uniform_(-2, 2)
@@ -181,29 +220,41 @@ def test_a_probe_sees_whitened_values() -> None:
     layer(x)
     layer.eval().running_lambda.fill_(0.5)
     before = Probe("", layer).normalized(x, transformed=False)
-    torch.testing.assert_close(before.movedim(1, 0).flatten(1).corrcoef(), torch.eye(4), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        before.movedim(1, 0).flatten(1).corrcoef(), torch.eye(4), atol=1e-3, rtol=0
+    )
     after = retrofit.layers.yeo_johnson(before, torch.tensor(0.5))
     torch.testing.assert_close(Probe("", layer).normalized(x), after)
 
 
 @pytest.fixture
-def unpainted(monkeypatch: pytest.MonkeyPatch) -> None:  # let pictures be empty: painting them takes seconds
+def unpainted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # let pictures be empty: painting them takes seconds
     monkeypatch.setattr(Plot, "png", lambda *_: b"")
 
 
 def test_a_report_is_one_folder(one: Diagnosis, tmp_path: Path) -> None:
     folder = tmp_path / "report"
-    models = {"a <b>": {"model": "resnet18", "target": "bnn", "strength": 0.5}, "other": {"model": "resnet18"}}
+    models = {
+        "a <b>": {"model": "resnet18", "target": "bnn", "strength": 0.5},
+        "other": {"model": "resnet18"},
+    }
     write_report({"a <b>": one, "other": one}, {"schema": 1, "models": models}, folder)
     page = (folder / "index.html").read_text()
-    assert "<h1>Diagnosis of a &lt;b&gt; (resnet18 to bnn, t = 0.5) and other (resnet18)</h1>" in page
+    assert (
+        "<h1>Diagnosis of a &lt;b&gt; (resnet18 to bnn, t = 0.5) and other (resnet18)</h1>" in page
+    )
     assert "<h2>a &lt;b&gt;</h2>" in page
     assert "http" not in page.replace("http-equiv", "")
     assert page.count("<figure>") == len(list(folder.glob("*.png"))) == 8
     results = json.loads((folder / "results.json").read_text())
     assert results["schema"] == 1
     assert set(results["networks"]) == {"a <b>", "other"}
-    assert all(sentence.startswith(("a <b>: ", "other: ")) for sentence in sentences({"a <b>": one, "other": one}))
+    assert all(
+        sentence.startswith(("a <b>: ", "other: "))
+        for sentence in sentences({"a <b>": one, "other": one})
+    )
 
 
 def test_a_table_shows_text_as_it_is_and_no_empty_columns(one: Diagnosis) -> None:
@@ -218,12 +269,17 @@ def test_a_curve_of_noise_runs_through_the_layers_it_reaches(one: Diagnosis) -> 
     places = {layer.name: number for number, layer in enumerate(one.layers)}
     curves = [list(zip(*line.get_data(), strict=True)) for line in figure.axes[0].lines]
     reached = [zip(noise.layers, noise.errors, strict=True) for noise in one.noise]
-    assert curves == [[(places[name], error) for name, error in errors if error > 0] for errors in reached]
+    assert curves == [
+        [(places[name], error) for name, error in errors if error > 0] for errors in reached
+    ]
     assert len(curves) > 1
 
 
 def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Diagnosis) -> None:
-    bare = replace(one, layers=tuple(replace(layer, henze_zirkler=None, dependence=None) for layer in one.layers))
+    bare = replace(
+        one,
+        layers=tuple(replace(layer, henze_zirkler=None, dependence=None) for layer in one.layers),
+    )
     assert "independence" in [plot.name for plot in plots({"a": one})]
     assert "independence" not in [plot.name for plot in plots({"a": bare})]
     count = len(bare.layers)
@@ -231,7 +287,9 @@ def test_a_figure_that_would_be_empty_is_left_out_with_a_reason(one: Diagnosis) 
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_replaces_only_a_report(
+    one: Diagnosis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "report"
     write_report({"a": one}, {}, folder)
     with pytest.raises(RetrofitError, match="`force=True`"):
@@ -253,8 +311,13 @@ def test_a_report_replaces_only_a_report(one: Diagnosis, tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("unpainted")
 def test_a_failed_report_leaves_nothing(one: Diagnosis, tmp_path: Path) -> None:
-    full = mock.patch("retrofit.diagnose.report_folder._table", side_effect=OSError(errno.ENOSPC, "No space left"))
-    with full, pytest.raises(RetrofitError, match=r"cannot write .*report \(No space left.*free space"):
+    full = mock.patch(
+        "retrofit.diagnose.report_folder._table", side_effect=OSError(errno.ENOSPC, "No space left")
+    )
+    with (
+        full,
+        pytest.raises(RetrofitError, match=r"cannot write .*report \(No space left.*free space"),
+    ):
         write_report({"a": one}, {}, tmp_path / "report")
     assert not list(tmp_path.iterdir())
 
@@ -262,7 +325,11 @@ def test_a_failed_report_leaves_nothing(one: Diagnosis, tmp_path: Path) -> None:
 class TokensFirst(nn.Module):  # a norm on (tokens, images, channels), and one on images if `mixed`
     def __init__(self, mixed: bool) -> None:
         super().__init__()
-        self.patches, self.tokens, self.head = nn.Conv2d(3, 8, 8, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+        self.patches, self.tokens, self.head = (
+            nn.Conv2d(3, 8, 8, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 5),
+        )
         self.maps = nn.BatchNorm2d(8) if mixed else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

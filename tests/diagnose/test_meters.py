@@ -8,7 +8,9 @@ from retrofit.diagnose import meters
 from retrofit.diagnose.meters import LinearityMeter, PowerMeter
 
 
-@pytest.mark.parametrize(("law", "count"), [("norm", 2), ("uniform", 3), ("expon", 50), ("norm", 2000)])
+@pytest.mark.parametrize(
+    ("law", "count"), [("norm", 2), ("uniform", 3), ("expon", 50), ("norm", 2000)]
+)
 def test_a_q_q_plot_is_scipys(law: str, count: int) -> None:
     sample = getattr(stats, law).rvs(size=count, random_state=0)
     plot, ((theoretical, ordered), (_, _, r)) = meters.qq(sample), stats.probplot(sample)
@@ -31,8 +33,12 @@ def test_what_has_no_line(values: meters.FloatArray) -> None:
 )
 def test_henze_zirkler_is_pingouins(count: int, correlation: float, scale: float) -> None:
     x, noise = np.random.default_rng(count).normal(size=(2, count))
-    pair = np.stack([x, correlation * x + (1 - correlation**2) ** 0.5 * noise], 1) * scale + 3 * scale
-    assert meters.henze_zirkler(pair) == pytest.approx(pingouin.multivariate_normality(pair).hz, rel=1e-6)
+    pair = (
+        np.stack([x, correlation * x + (1 - correlation**2) ** 0.5 * noise], 1) * scale + 3 * scale
+    )
+    assert meters.henze_zirkler(pair) == pytest.approx(
+        pingouin.multivariate_normality(pair).hz, rel=1e-6
+    )
 
 
 def test_dependence_is_zero_for_independent_channels_and_one_for_equal_ones() -> None:
@@ -61,11 +67,17 @@ def test_the_shares_are_those_of_the_definition_batch_by_batch() -> None:
     y = y.double()
     mean, std = y.mean(2), y.std(2, correction=0)
     total = y.square().mean()
-    parts = [part for of in (mean, std) for part in (of.mean(0).square().mean(), of.var(0, correction=0).mean())]
+    parts = [
+        part
+        for of in (mean, std)
+        for part in (of.mean(0).square().mean(), of.var(0, correction=0).mean())
+    ]
     shares = [power.p1, power.p2, power.p3, power.p4]
     assert shares == pytest.approx([float(part / total) for part in parts], rel=1e-5)
     by_channel = y.square().mean((0, 2))
-    assert power.balance == pytest.approx(float(by_channel.sum() ** 2 / (6 * by_channel.square().sum())), rel=1e-5)
+    assert power.balance == pytest.approx(
+        float(by_channel.sum() ** 2 / (6 * by_channel.square().sum())), rel=1e-5
+    )
 
 
 def test_linearity_is_the_squared_correlation_batch_by_batch() -> None:
@@ -74,5 +86,8 @@ def test_linearity_is_the_squared_correlation_batch_by_batch() -> None:
     meter = LinearityMeter()
     for a, b in zip(x.split(3), z.split(3), strict=True):
         meter.update(a, b)
-    pairs = [torch.corrcoef(torch.stack([x[:, c].flatten(), z[:, c].flatten()]).double())[0, 1] for c in range(4)]
+    pairs = [
+        torch.corrcoef(torch.stack([x[:, c].flatten(), z[:, c].flatten()]).double())[0, 1]
+        for c in range(4)
+    ]
     assert meter.result() == pytest.approx(float(torch.stack(pairs).square().mean()), rel=1e-5)

@@ -17,14 +17,20 @@ def slow(*values: Any) -> list[Any]:  # parameters that are tried with the slow 
 
 
 def norm(channels: int, **changes: Any) -> BatchNormalNorm2d:
-    """A BatchNormalNorm2d whose statistics look trained: lambda from -0.5 to 2.4, gamma and beta of both signs."""
+    """A BatchNormalNorm2d whose statistics look trained: lambda from -0.5 to 2.4, gamma and beta of
+    both signs.
+    """
     generator = torch.Generator().manual_seed(channels)
 
     def spread(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(channels, generator=generator)
 
     layer = BatchNormalNorm2d(channels, noise=0.0).eval()
-    values = {"running_mean": spread(-1, 1), "running_var": spread(0.3, 3), "running_lambda": spread(-0.5, 2.4)}
+    values = {
+        "running_mean": spread(-1, 1),
+        "running_var": spread(0.3, 3),
+        "running_lambda": spread(-0.5, 2.4),
+    }
     values |= {"weight": spread(-1.5, 1.5), "bias": spread(-1, 1)}
     with torch.no_grad():
         for name, value in {**values, **changes}.items():
@@ -39,13 +45,17 @@ def batch_norm(layer: Any) -> Any:  # give a BatchNorm affines and statistics as
     return layer
 
 
-def images(number: int = 16, size: int = 32) -> list[Tensor]:  # batches of 8 images of unlike contrast
+def images(
+    number: int = 16, size: int = 32
+) -> list[Tensor]:  # batches of 8 images of unlike contrast
     generator = torch.Generator().manual_seed(1)
     levels = 1 + 0.2 * torch.randn(number, 1, 1, 1, generator=generator)
     return list((levels * torch.randn(number, 3, size, size, generator=generator)).split(8))
 
 
-def converted(to: str) -> nn.Module:  # a small network at strength 1 whose statistics are those of `images`
+def converted(
+    to: str,
+) -> nn.Module:  # a small network at strength 1 whose statistics are those of `images`
     name, options = ("test_vit", {"img_size": 32}) if to == "lnn" else ("test_resnet", HALF)
     model = timm.create_model(name, num_classes=5, **options).train()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""ONNX files and reports: right against PyTorch, deterministic, both or neither; failures in a few lines."""
+"""ONNX files and reports: right against PyTorch, deterministic, both or neither; failures in a few
+lines.
+"""
 
 import copy
 import errno
@@ -44,14 +46,20 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_strength_0_adds_no_node(tmp_path: Path) -> None:
-    source = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 4), nn.BatchNorm2d(2))
+    source = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 4), nn.BatchNorm2d(2)
+    )
     plain = export(source, tmp_path / "bn.onnx")
-    converted = export(retrofit.convert(source, "bnn", input_size=(3, 6, 6))[0], tmp_path / "bnn.onnx")
+    converted = export(
+        retrofit.convert(source, "bnn", input_size=(3, 6, 6))[0], tmp_path / "bnn.onnx"
+    )
     assert plain.nodes == converted.nodes == {"Conv": 2, "Relu": 1}
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8", *slow("float16")])
-def test_same_bytes_every_time_of_an_unchanged_network(precision: str, model: nn.Module, tmp_path: Path) -> None:
+def test_same_bytes_every_time_of_an_unchanged_network(
+    precision: str, model: nn.Module, tmp_path: Path
+) -> None:
     before = copy.deepcopy(model.train().state_dict())
     images = [torch.randn(8, 3, 6, 6)]
     for name in ("a", "b"):
@@ -65,21 +73,31 @@ def test_same_bytes_every_time_of_an_unchanged_network(precision: str, model: nn
 
 
 def test_dynamic_batch_and_size(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    ).eval()
     report = export(model, tmp_path / "out.onnx", dynamic_size=True, opset=22)
-    assert (report.parity.passed, report.parity.batches, report.parity.tolerance) == (True, (1, 2), 1e-4)
+    assert (report.parity.passed, report.parity.batches, report.parity.tolerance) == (
+        True,
+        (1, 2),
+        1e-4,
+    )
     proto = onnx.load(tmp_path / "out.onnx")
     assert proto.opset_import[0].version == 22
     dims = proto.graph.input[0].type.tensor_type.shape.dim
     assert [dim.dim_param or dim.dim_value for dim in dims] == ["batch", 3, "height", "width"]
     x = torch.randn(5, 3, 11, 8)
-    found = torch.from_numpy(onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"input": x.numpy()})[0])
+    found = torch.from_numpy(
+        onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"input": x.numpy()})[0]
+    )
     torch.testing.assert_close(found, model(x).detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
     images = list(torch.randn(4, 8, 3, 6, 6))
-    report = export(model, tmp_path / "out.onnx", fold="poly", calibrate=images, degree=2, tolerance=0.5)
+    report = export(
+        model, tmp_path / "out.onnx", fold="poly", calibrate=images, degree=2, tolerance=0.5
+    )
     assert report.parity.batches == (1, 3, 12)  # every second image
     assert [(layer.form, layer.degree) for layer in report.layers] == [("polynomial", 2)]
     expected = {"BatchNormalization": 1, "Clip": 1, "Conv": 1, "Gemm": 1, "Mul": 1, "Reshape": 1}
@@ -98,18 +116,24 @@ def broken(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     monkeypatch.setattr(api, "fold_program", wrong)
 
 
-def test_what_differs_leaves_no_file(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_leaves_no_file(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, images = tmp_path / "out.onnx", [torch.randn(8, 3, 6, 6)]
     for degree, message in ((None, "less than 1e-07"), (2, "raise `tolerance`")):
         with pytest.raises(RetrofitError, match=message):
             export(model, path, fold="poly", calibrate=images, tolerance=1e-7, degree=degree)
-    gnn = nn.Sequential(nn.Conv2d(3, 4, 1), retrofit.layers.GroupNormalNorm(2, 4), nn.Flatten()).eval()
+    gnn = nn.Sequential(
+        nn.Conv2d(3, 4, 1), retrofit.layers.GroupNormalNorm(2, 4), nn.Flatten()
+    ).eval()
     with pytest.raises(RetrofitError, match=r"approximation differs .* leave out `freeze_lambda`"):
         export(gnn, path, freeze_lambda=True, calibrate=images, tolerance=1e-6)
     for error in (0.01, math.nan):
         with monkeypatch.context() as patch:
             broken(patch, lambda net, error=error: net.get_parameter("0.weight").add_(error))
-            with pytest.raises(RetrofitError, match=r"folded network differs .* more than 0\.0001; .*`tolerance`"):
+            with pytest.raises(
+                RetrofitError, match=r"folded network differs .* more than 0\.0001; .*`tolerance`"
+            ):
                 export(model, path)
     real = api.to_onnx
 
@@ -153,12 +177,19 @@ def test_a_detector_gets_forms_and_is_compared_by_its_parts() -> None:
     torch.testing.assert_close(folded([image])[0]["boxes"], model([image])[0]["boxes"])
 
 
-def test_a_folded_network_is_in_float32_compiles_copies_and_is_captured_again(model: nn.Module) -> None:
+def test_a_folded_network_is_in_float32_compiles_copies_and_is_captured_again(
+    model: nn.Module,
+) -> None:
     folded, x = retrofit.fold(model.bfloat16(), input_size=(3, 6, 6)), torch.randn(4, 3, 6, 6)
     assert {tensor.dtype for tensor in (*folded.parameters(), *folded.buffers())} == {torch.float32}
     expected = model.float()(x).detach()
     again = torch.export.export(folded, (x,)).module()
-    for net in (folded.train().eval(), copy.deepcopy(folded), again, torch.compile(folded, backend="eager")):
+    for net in (
+        folded.train().eval(),
+        copy.deepcopy(folded),
+        again,
+        torch.compile(folded, backend="eager"),
+    ):
         torch.testing.assert_close(net(x), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -167,9 +198,13 @@ class Branches(nn.Sequential):  # takes one way or the other by what its norm gi
         return x if super().forward(x).sum() > 0 else -x
 
 
-def test_a_failing_export_is_one_line_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_export_is_one_line_and_nothing_else(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Sequential(*[Branches(norm(3)) for _ in range(20)])
-    with pytest.raises(RetrofitError, match=r"^torch.export cannot capture the network \(") as failed:
+    with pytest.raises(
+        RetrofitError, match=r"^torch.export cannot capture the network \("
+    ) as failed:
         export(model, tmp_path / "out.onnx")
     assert len(str(failed.value)) < 400
     with silence():
@@ -201,10 +236,15 @@ def test_json_is_the_report(model: nn.Module, tmp_path: Path) -> None:
     ("calibrate", "options", "judged"),
     [
         *((6, {}, "9 random inputs and images"), (0, {"fold": "poly"}, "3 random inputs")),
-        *((1, {"precision": "float16"}, "3 random inputs"), (6, {"precision": "float16"}, "3 images")),
+        *(
+            (1, {"precision": "float16"}, "3 random inputs"),
+            (6, {"precision": "float16"}, "3 images"),
+        ),
     ],
 )
-def test_what_it_was_judged_on(calibrate: int, options: Any, judged: str, model: nn.Module, tmp_path: Path) -> None:
+def test_what_it_was_judged_on(
+    calibrate: int, options: Any, judged: str, model: nn.Module, tmp_path: Path
+) -> None:
     images = [torch.randn(calibrate, 3, 6, 6)] if calibrate else None
     report = export(model, tmp_path / "net.onnx", calibrate=images, tolerance=0.9, **options)
     assert report.judged == judged
@@ -226,7 +266,10 @@ def test_weights_beside_the_file_are_replaced_with_it_and_the_report(
     nn.init.ones_(model[4].weight)  # type: ignore[index,arg-type]
     for calls, error in ((0, KeyboardInterrupt), (1, KeyboardInterrupt), (2, OSError)):
         effects = [mock.DEFAULT] * calls + [error("stop")] + [mock.DEFAULT] * 9
-        with mock.patch.object(os, "replace", wraps=os.replace, side_effect=effects), pytest.raises(error):
+        with (
+            mock.patch.object(os, "replace", wraps=os.replace, side_effect=effects),
+            pytest.raises(error),
+        ):
             export(model, path, **options)
         assert contents(tmp_path) == before
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -240,7 +283,9 @@ def test_weights_beside_the_file_are_replaced_with_it_and_the_report(
     assert contents(tmp_path)["net.onnx.data"] != before["net.onnx.data"]
 
 
-def test_a_wrong_report_is_refused_first(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_report_is_refused_first(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(api, "capture", None)
     (tmp_path / "same.json").symlink_to(tmp_path / "net.onnx")
     html = r"^a report is a \.json file, not .*net\.html; give `report` a name"

@@ -1,4 +1,6 @@
-"""Baking: least squares against numpy's own, the whole network against itself, and what stays as it is."""
+"""Baking: least squares against numpy's own, the whole network against itself, and what stays as it
+is.
+"""
 
 import copy
 
@@ -24,20 +26,28 @@ def test_baked_layers_stand_at_strength_0_and_the_report_says_what_changed(to: s
     assert baked
     for name, layer in model.named_modules():
         if isinstance(layer, StrengthMixin):
-            assert float(layer.strength) == (0 if name in baked else float(before.get_submodule(name).strength)), name
+            assert float(layer.strength) == (
+                0 if name in baked else float(before.get_submodule(name).strength)
+            ), name
     judged = torch.cat(images())[1::2]
     wanted, got = before(judged).detach(), model(judged).detach()
     change = (got - wanted).square().mean() / (wanted - wanted.mean(0)).square().mean()
     assert report.chosen.error == pytest.approx(float(change.sqrt()), rel=1e-3)
-    assert report.chosen.top1_agreement == pytest.approx(float((got.argmax(1) == wanted.argmax(1)).float().mean()))
+    assert report.chosen.top1_agreement == pytest.approx(
+        float((got.argmax(1) == wanted.argmax(1)).float().mean())
+    )
     assert report.images == (8, 8)
 
 
 def test_each_layer_makes_up_for_the_ones_before_it() -> None:
-    """Constants are the least squares: the second layer's, from what the first gives baked to what it gave before."""
+    """Constants are the least squares: the second layer's, from what the first gives baked to what
+    it gave before.
+    """
     first, second = (MigratedGroupNorm(2, 4, strength=1.0).requires_grad_(False) for _ in range(2))
     model = nn.Sequential(first, nn.ReLU(), second, nn.Flatten(), nn.Linear(4 * 36, 3)).eval()
-    data = torch.cat(images(16, 6))[:, [0, 1, 2, 0]] * torch.tensor([1.0, 2.0, 0.5, 1.5]).view(4, 1, 1)
+    data = torch.cat(images(16, 6))[:, [0, 1, 2, 0]] * torch.tensor([1.0, 2.0, 0.5, 1.5]).view(
+        4, 1, 1
+    )
     before, wanted = first(data[::2]), model[:3](data[::2])
     _, report = bake(model, [data], tolerance=10.0)
     after = first(data[::2])
@@ -51,7 +61,9 @@ def test_each_layer_makes_up_for_the_ones_before_it() -> None:
             np.testing.assert_allclose(z, line, rtol=0, atol=1e-5)
         left.append(((y - line) ** 2).mean())
     spread = wanted - wanted.mean((0, 2, 3), keepdim=True)
-    assert report.layers[1].error == pytest.approx((np.mean(left) / float(spread.square().mean())) ** 0.5, rel=1e-4)
+    assert report.layers[1].error == pytest.approx(
+        (np.mean(left) / float(spread.square().mean())) ** 0.5, rel=1e-4
+    )
 
 
 def test_within_the_tolerance_as_many_layers_as_were_found() -> None:
@@ -60,23 +72,40 @@ def test_within_the_tolerance_as_many_layers_as_were_found() -> None:
     _, report = bake(model, images(), tolerance=0.5 * everything.error)
     assert 0 < report.chosen.layers < everything.layers
     assert report.chosen.error <= report.tolerance
-    assert report.chosen.layers == max(one.layers for one in report.stages if one.error <= report.tolerance)
+    assert report.chosen.layers == max(
+        one.layers for one in report.stages if one.error <= report.tolerance
+    )
     assert {layer.reason for layer in report.layers if not layer.baked} == {"costs too much"}
-    errors = {layer.baked: [one.error for one in report.layers if one.baked == layer.baked] for layer in report.layers}
-    assert max(errors[True]) <= report.chosen.threshold < min(errors[False])  # the errors of this choice
-    assert [one.threshold for one in report.stages] == sorted(one.threshold for one in report.stages)
+    errors = {
+        layer.baked: [one.error for one in report.layers if one.baked == layer.baked]
+        for layer in report.layers
+    }
+    assert (
+        max(errors[True]) <= report.chosen.threshold < min(errors[False])
+    )  # the errors of this choice
+    assert [one.threshold for one in report.stages] == sorted(
+        one.threshold for one in report.stages
+    )
 
 
 def test_refused_and_left_as_it_was() -> None:
     model = converted("ln")
     before = copy.deepcopy(model.state_dict())
     for given, options, message in (
-        (images(), {"tolerance": 1e-6}, r"changes the output by .* more than 1e-06; raise `tolerance`"),
+        (
+            images(),
+            {"tolerance": 1e-6},
+            r"changes the output by .* more than 1e-06; raise `tolerance`",
+        ),
         (images(), {"tolerance": 0}, "`tolerance` must be more than 0"),
         (None, {}, "`images` or `inputs`; give one of them"),
         ([images()[0][:3]], {}, "3 images cannot be fitted and judged on"),
         ([torch.zeros(8, 3, 32, 32)], {}, "the network answers all images alike"),
-        ([torch.zeros(8, 5, 32, 32)], {}, "does not answer such images with tensors of one row an image"),
+        (
+            [torch.zeros(8, 5, 32, 32)],
+            {},
+            "does not answer such images with tensors of one row an image",
+        ),
     ):
         with pytest.raises(UsageError if "must" in message else RetrofitError, match=message):
             bake(model, given, **options)  # type: ignore[arg-type]
@@ -111,7 +140,9 @@ class Reading(nn.Sequential):  # reads a tensor of its norm besides
 def test_code_that_reads_what_is_baked_is_told_by_the_network_itself() -> None:
     model = Reading(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU()).eval()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RetrofitError, match=r"the baked network's output changes by .*the model is left as it was"):
+    with pytest.raises(
+        RetrofitError, match=r"the baked network's output changes by .*the model is left as it was"
+    ):
         bake(model, images(), tolerance=10.0)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 

@@ -1,4 +1,6 @@
-"""Faults that folding and exporting once had, each in the network that showed it and in another of its kind."""
+"""Faults that folding and exporting once had, each in the network that showed it and in another of
+its kind.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,11 +14,18 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.layers import DecorrelatedBatchNormalNorm2d, GroupNormalNorm, MigratedGroupNorm, ProxyNorm
+from retrofit.layers import (
+    DecorrelatedBatchNormalNorm2d,
+    GroupNormalNorm,
+    MigratedGroupNorm,
+    ProxyNorm,
+)
 from tests.export.networks import batch_norm, norm, slow
 
 
-class ConvNorm(nn.Module):  # a convolution and a norm with statistics as of training, and what a subclass makes of them
+class ConvNorm(
+    nn.Module
+):  # a convolution and a norm with statistics as of training, and what a subclass makes of them
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.norm = nn.Conv1d(3, 8, 3), batch_norm(nn.BatchNorm1d(8))
@@ -37,10 +46,18 @@ X, MASK = torch.randn(4, 3, 9), (torch.rand(4, 1, 7) > 0.5).float()
 
 def test_what_an_optional_argument_does_between_a_convolution_and_its_norm() -> None:
     model, _ = retrofit.convert(Masked(), "frozen", check=False)
-    plain, masked = retrofit.fold(model, inputs=(X,)), retrofit.fold(model, inputs={"x": X, "mask": MASK})
+    plain, masked = (
+        retrofit.fold(model, inputs=(X,)),
+        retrofit.fold(model, inputs={"x": X, "mask": MASK}),
+    )
     torch.testing.assert_close(plain(X), model(X), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(masked(x=X, mask=MASK), model(X, MASK), atol=1e-5, rtol=1e-4)
-    for wrong in (lambda: plain(X, MASK), lambda: plain(X, None, True), lambda: masked(x=X), lambda: plain(X[..., :5])):
+    for wrong in (
+        lambda: plain(X, MASK),
+        lambda: plain(X, None, True),
+        lambda: masked(x=X),
+        lambda: plain(X[..., :5]),
+    ):
         with pytest.raises((ValueError, AssertionError, RuntimeError)):
             wrong()
 
@@ -74,7 +91,9 @@ class InDataclass(ConvNorm):
 
 def test_an_answer_in_a_dataclass_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = retrofit.convert(InDataclass(), "frozen", check=False)
-    with pytest.warns(UserWarning, match="^nothing is fused: torch.export cannot capture the network"):
+    with pytest.warns(
+        UserWarning, match="^nothing is fused: torch.export cannot capture the network"
+    ):
         folded = retrofit.fold(model, inputs=X)
     torch.testing.assert_close(folded(X).parts[0]["h"], model(X).parts[0]["h"])
     monkeypatch.setattr(retrofit.layers.FrozenBatchNorm, "inference_form", lambda _: nn.ReLU())
@@ -97,7 +116,9 @@ def test_nothing_compared_is_no_pass() -> None:
         ("running_lambda", 3, math.nan, r"^1\.running_lambda holds NaN; export other weights$"),
     ],
 )
-def test_constants_that_are_no_numbers_are_refused(name: str, where: Any, value: float, message: str) -> None:
+def test_constants_that_are_no_numbers_are_refused(
+    name: str, where: Any, value: float, message: str
+) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8))
     getattr(model[1], name)[where] = value
     with pytest.raises(RetrofitError, match=message):
@@ -110,20 +131,29 @@ def test_tensors_that_the_network_does_not_use_may_hold_anything() -> None:
     model.register_buffer("table", torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8))
     model.register_buffer("best", torch.tensor(math.nan))
     x = torch.randn(2, 3, 9, 9)
-    torch.testing.assert_close(retrofit.fold(model, input_size=(3, 9, 9))(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        retrofit.fold(model, input_size=(3, 9, 9))(x), model(x), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_networks_that_refuse_a_single_sample(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, track_running_stats=False)).eval()
-    assert retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(5,)).parity.batches == (2, 3)
+    assert retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(5,)).parity.batches == (
+        2,
+        3,
+    )
 
 
-class Rows(ConvNorm):  # goes through the samples one by one, so that tracing fixes how many there are
+class Rows(
+    ConvNorm
+):  # goes through the samples one by one, so that tracing fixes how many there are
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([row - row.mean() for row in super().forward(x).unbind(0)])
 
 
-class Keeps(ConvNorm):  # keeps what it made for the shape of its last call, as the heads of ultralytics' networks do
+class Keeps(
+    ConvNorm
+):  # keeps what it made for the shape of its last call, as the heads of ultralytics' networks do
     shape: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +169,10 @@ def test_a_fixed_batch(source: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(RetrofitError, match=r"cannot capture the network .*`batch=1`"):
         retrofit.export_onnx(model, path, input_size=(3, 9))
     if source is Keeps:
-        with pytest.raises(RetrofitError, match=r"captured with 4 samples, the network does not take 3; .*`batch=4`"):
+        with pytest.raises(
+            RetrofitError,
+            match=r"captured with 4 samples, the network does not take 3; .*`batch=4`",
+        ):
             retrofit.fold(model, inputs=X)
     report = retrofit.export_onnx(model, path, input_size=(3, 9), batch=4)
     assert report.parity.batches == (4,)
@@ -156,7 +189,11 @@ def test_a_fixed_batch(source: type[nn.Module], tmp_path: Path) -> None:
 class Pair(nn.Module):  # takes two inputs of different shapes in a dict, and answers with one
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.norm = nn.Linear(4, 6), nn.Embedding(10, 6), batch_norm(nn.BatchNorm1d(6))
+        self.left, self.right, self.norm = (
+            nn.Linear(4, 6),
+            nn.Embedding(10, 6),
+            batch_norm(nn.BatchNorm1d(6)),
+        )
 
     def forward(self, batch: dict[str, Tensor], scale: float = 1.0) -> dict[str, Tensor]:
         h = self.norm(self.left(batch["values"])) * scale
@@ -172,7 +209,10 @@ def test_several_inputs_are_named_in_the_file(tmp_path: Path) -> None:
 
 
 IMAGES = [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))]
-POLY, FROZEN = {"fold": "poly", "tolerance": 0.5}, {"freeze_lambda": True, "tolerance": 2.0, "calibrate": IMAGES}
+POLY, FROZEN = (
+    {"fold": "poly", "tolerance": 0.5},
+    {"freeze_lambda": True, "tolerance": 2.0, "calibrate": IMAGES},
+)
 LINES = {**POLY, "degree": 5, "runtime": "openvino"}
 
 
@@ -181,8 +221,21 @@ def test_fold_makes_its_tensors_where_the_network_lies(how: dict[str, Any]) -> N
     """Tensors lie on the meta device here unless something says where; those would end in an error."""
     whitened = DecorrelatedBatchNormalNorm2d(8, group_size=4)
     whitened.train()(torch.randn(16, 8, 4, 4))
-    layers = [norm(8), nn.ReLU(), nn.Conv2d(8, 8, 1), norm(8), nn.Conv2d(8, 8, 1), MigratedGroupNorm(2, 8)]
-    layers += [ProxyNorm(nn.PReLU(8), 8), nn.Conv2d(8, 8, 1), whitened, nn.Conv2d(8, 8, 1), GroupNormalNorm(2, 8)]
+    layers = [
+        norm(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 1),
+        norm(8),
+        nn.Conv2d(8, 8, 1),
+        MigratedGroupNorm(2, 8),
+    ]
+    layers += [
+        ProxyNorm(nn.PReLU(8), 8),
+        nn.Conv2d(8, 8, 1),
+        whitened,
+        nn.Conv2d(8, 8, 1),
+        GroupNormalNorm(2, 8),
+    ]
     model = nn.Sequential(nn.Conv2d(3, 8, 3), *layers, nn.Conv2d(8, 4, 1)).eval()
     expected = retrofit.fold(model, input_size=(3, 6, 6), **how)
     with torch.device("meta"):

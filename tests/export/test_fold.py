@@ -1,4 +1,6 @@
-"""Folding keeps the function, whatever stands around a norm, whatever calls it, and whatever its constants are."""
+"""Folding keeps the function, whatever stands around a norm, whatever calls it, and whatever its
+constants are.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,13 +20,19 @@ from retrofit import layers
 from retrofit.export.capture import Program, capture
 from retrofit.export.fold_constants import fold
 from retrofit.inputs import Call
-from retrofit.layers import BatchNormalNormAct2d, DecorrelatedBatchNorm2d, DecorrelatedBatchNormalNorm2d
+from retrofit.layers import (
+    BatchNormalNormAct2d,
+    DecorrelatedBatchNorm2d,
+    DecorrelatedBatchNormalNorm2d,
+)
 from retrofit.layers.forms import ChannelAffine
 from tests.export.networks import batch_norm, norm, slow
 
 
 class Side(nn.ModuleList):
-    """Networks side by side, which are captured at once: capturing takes a second whatever the network."""
+    """Networks side by side, which are captured at once: capturing takes a second whatever the
+    network.
+    """
 
     def forward(self, x: Tensor) -> list[Any]:
         return [network(x.clone()) for network in self]
@@ -37,8 +45,12 @@ def folded(model: nn.Module, x: Tensor) -> Program:
     return program
 
 
-def check(networks: dict[str, nn.Module], size: tuple[int, ...] = (4, 9, 9), tolerance: float = 2e-5) -> dict[str, str]:
-    """Compare networks with their folded copies, in float64 and on far values; return what became of their norms."""
+def check(
+    networks: dict[str, nn.Module], size: tuple[int, ...] = (4, 9, 9), tolerance: float = 2e-5
+) -> dict[str, str]:
+    """Compare networks with their folded copies, in float64 and on far values; return what became
+    of their norms.
+    """
     model = Side(networks.values()).eval()
     x = 2 * torch.randn(3, *size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -54,15 +66,22 @@ def check(networks: dict[str, nn.Module], size: tuple[int, ...] = (4, 9, 9), tol
                 for ours, theirs in zip(*map(tree_leaves, answers), strict=True):
                     gap = float((ours - theirs).abs().max()) / float(theirs.abs().max())
                     assert gap < tolerance, (name, gap)
-    names, forms = list(networks), {tuple(layer.split(".", 1)): form for layer, form in program.layers.items()}
+    names, forms = (
+        list(networks),
+        {tuple(layer.split(".", 1)): form for layer, form in program.layers.items()},
+    )
     return {f"{names[int(number)]}.{layer}": form for (number, layer), form in forms.items()}
 
 
 def layer_counts(program: Program) -> Counter[str]:  # count the operations of a folded network
     nodes = list(program.module.graph.nodes)
     functions = [node.target.__name__.split(".")[0] for node in nodes if node.op == "call_function"]
-    modules = [node.target for node in nodes if node.op == "call_module" and node.target != "_guards_fn"]
-    return Counter(functions) + Counter(type(program.module.get_submodule(name)).__name__ for name in modules)
+    modules = [
+        node.target for node in nodes if node.op == "call_module" and node.target != "_guards_fn"
+    ]
+    return Counter(functions) + Counter(
+        type(program.module.get_submodule(name)).__name__ for name in modules
+    )
 
 
 FEEDERS: dict[str, Callable[[], nn.Module]] = {
@@ -87,7 +106,9 @@ def trained() -> nn.Module:
     return batch_norm(nn.BatchNorm2d(8))
 
 
-def whitened(to: type[Any] = DecorrelatedBatchNormalNorm2d, size: int = 4, strength: float = 1.0) -> Any:
+def whitened(
+    to: type[Any] = DecorrelatedBatchNormalNorm2d, size: int = 4, strength: float = 1.0
+) -> Any:
     layer = to(8, group_size=size, strength=strength, momentum=1.0)
     with torch.no_grad():
         layer.train()(torch.randn(64, 8, 3, 3).exp())
@@ -123,8 +144,15 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 def test_every_feeder_takes_an_affine_map() -> None:
-    kinds = {"affine": "folded", "two branches": "two branches", "batch norm": "folded", "frozen": "folded"}
-    networks = {f"{f}, {n}": nn.Sequential(FEEDERS[f](), NORMS[n]()) for f in FEEDERS for n in kinds}
+    kinds = {
+        "affine": "folded",
+        "two branches": "two branches",
+        "batch norm": "folded",
+        "frozen": "folded",
+    }
+    networks = {
+        f"{f}, {n}": nn.Sequential(FEEDERS[f](), NORMS[n]()) for f in FEEDERS for n in kinds
+    }
     assert check(networks) == {f"{f}, {n}.1": kinds[n] for f in FEEDERS for n in kinds}
     program = folded(nn.Sequential(FEEDERS["weight norm"](), norm(8)), torch.randn(2, 4, 9, 9))
     assert layer_counts(program) == {"conv2d": 1, "TwoBranch": 1}  # what made the weight is gone
@@ -133,7 +161,12 @@ def test_every_feeder_takes_an_affine_map() -> None:
 def test_a_whitening_folds_where_its_groups_come_from_the_same_channels() -> None:
     per_group = {"depthwise": 2, "grouped": 4, "transposed grouped": 4}
     cases = [(f, size, t) for f in FEEDERS for size, t in ((4, 1.0), (8, 0.5), (4, 0.0))]
-    forms = check({str(c): nn.Sequential(FEEDERS[c[0]](), whitened(DecorrelatedBatchNorm2d, *c[1:])) for c in cases})
+    forms = check(
+        {
+            str(c): nn.Sequential(FEEDERS[c[0]](), whitened(DecorrelatedBatchNorm2d, *c[1:]))
+            for c in cases
+        }
+    )
     for feeder, size, t in cases:
         folds = t == 0 or per_group.get(feeder, 8) % size == 0
         assert forms[f"{feeder, size, t}.1"] == ("folded" if folds else "group convolution")
@@ -143,7 +176,11 @@ def test_a_whitening_folds_where_its_groups_come_from_the_same_channels() -> Non
 class Odd(nn.Module):  # a convolution, a norm, an activation and what takes it, as `run` calls them
     def __init__(self, layer: nn.Module, run: Callable[..., Any], consumer: nn.Module) -> None:
         super().__init__()
-        self.feeder, self.norm, self.relu = nn.Conv2d(4, 8, 3, padding=1), layer, nn.ReLU(inplace=True)
+        self.feeder, self.norm, self.relu = (
+            nn.Conv2d(4, 8, 3, padding=1),
+            layer,
+            nn.ReLU(inplace=True),
+        )
         self.consumer, self.run = consumer, run
 
     def forward(self, x: Tensor) -> Any:
@@ -179,15 +216,27 @@ def point(channels: int = 8) -> nn.Module:
 
 
 RUNS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
-    "feeder's weight read": (lambda net, x: straight(net, x) + F.conv2d(x, net.feeder.weight, padding=1).mean(), point),
-    "consumer's weight": (lambda net, x: straight(net, x) + F.conv2d(net.feeder(x), net.consumer.weight), point),
+    "feeder's weight read": (
+        lambda net, x: straight(net, x) + F.conv2d(x, net.feeder.weight, padding=1).mean(),
+        point,
+    ),
+    "consumer's weight": (
+        lambda net, x: straight(net, x) + F.conv2d(net.feeder(x), net.consumer.weight),
+        point,
+    ),
     "feeder used twice": (feeder_used_twice, point),
     "padded by hand": (lambda net, x: net.consumer(F.pad(normed(net, x), (1, 1, 1, 1))), point),
     "every step returned": (every_step_returned, point),
     "norm twice": (lambda net, x: net.consumer(net.norm(normed(net, x))), point),
     "limited": (lambda net, x: net.consumer(normed(net, x).clamp(0, 0.7)), point),
-    "one half of the channels": (lambda net, x: net.consumer(normed(net, x)[:, :4]), lambda: point(4)),
-    "flattened": (lambda net, x: net.consumer(net.relu(normed(net, x)).flatten(1)), lambda: nn.Linear(648, 4)),
+    "one half of the channels": (
+        lambda net, x: net.consumer(normed(net, x)[:, :4]),
+        lambda: point(4),
+    ),
+    "flattened": (
+        lambda net, x: net.consumer(net.relu(normed(net, x)).flatten(1)),
+        lambda: nn.Linear(648, 4),
+    ),
     "dilated groups": (straight, lambda: nn.Conv2d(8, 4, 3, groups=4, dilation=2)),
     "linear on the last dimension": (straight, lambda: nn.Linear(9, 4)),
     "zero padding": (bare, lambda: nn.Conv2d(8, 4, 3, padding=1)),
@@ -199,7 +248,9 @@ RUNS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["one branch", "batch norm", "whitened", *slow("two branches", "estimated")])
+@pytest.mark.parametrize(
+    "kind", ["one branch", "batch norm", "whitened", *slow("two branches", "estimated")]
+)
 def test_odd_calls(kind: str) -> None:
     check({run: Odd(NORMS[kind](), code, consumer()) for run, (code, consumer) in RUNS.items()})
 
@@ -211,7 +262,9 @@ def patched(module: nn.Module) -> None:
 
 ALTERATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "hook": lambda module: module.register_forward_hook(lambda _layer, _args, out: out * 2 + 1),
-    "hook before": lambda module: module.register_forward_pre_hook(lambda _layer, args: (args[0] * 2 + 1,)),
+    "hook before": lambda module: module.register_forward_pre_hook(
+        lambda _layer, args: (args[0] * 2 + 1,)
+    ),
     "forward of its own": patched,
 }
 
@@ -241,7 +294,9 @@ def test_layers_that_serve_several_places() -> None:
     }
     for kind, build in NORMS.items():
         layer = build()
-        networks[kind] = nn.Sequential(nn.Conv2d(4, 8, 1), layer, nn.ReLU(), nn.Conv2d(8, 8, 3), layer)
+        networks[kind] = nn.Sequential(
+            nn.Conv2d(4, 8, 1), layer, nn.ReLU(), nn.Conv2d(8, 8, 3), layer
+        )
     forms = check(networks)
     assert forms["conv.3"] == forms["weight.4"] == "affine"
     assert forms["batch norm.1"] == "folded"  # into either convolution
@@ -249,17 +304,24 @@ def test_layers_that_serve_several_places() -> None:
 
 def test_a_batch_norm_that_nothing_before_it_takes_merges_with_a_scale_behind_it() -> None:
     scaled = ChannelAffine(torch.randn(8), torch.zeros(8))
-    assert check({"first": nn.Sequential(trained(), scaled, nn.ReLU(), point())}, (8, 9, 9)) == {"first.0": "affine"}
+    assert check({"first": nn.Sequential(trained(), scaled, nn.ReLU(), point())}, (8, 9, 9)) == {
+        "first.0": "affine"
+    }
     program = folded(nn.Sequential(trained(), scaled, nn.ReLU()), torch.randn(2, 8, 9, 9))
     assert layer_counts(program) == {"ConstantNorm": 1, "relu": 1}
 
 
 def test_a_positive_scale_goes_past_zero_padding_and_leaves_a_shift() -> None:
     scaled = ChannelAffine(torch.rand(8) + 0.1, torch.randn(8))
-    model, x = nn.Sequential(nn.ReLU(), scaled, nn.Conv2d(8, 4, 3, padding=1)), torch.randn(2, 8, 9, 9)
+    model, x = (
+        nn.Sequential(nn.ReLU(), scaled, nn.Conv2d(8, 4, 3, padding=1)),
+        torch.randn(2, 8, 9, 9),
+    )
     program = folded(model, x)
     torch.testing.assert_close(program.module(x), model(x), rtol=1e-5, atol=1e-5)
-    assert [part.scale for part in program.module.modules() if isinstance(part, ChannelAffine)] == [None]
+    assert [part.scale for part in program.module.modules() if isinstance(part, ChannelAffine)] == [
+        None
+    ]
 
 
 ACTIVATIONS = [nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.Hardtanh(-1, 1), nn.LeakyReLU(0.1)]
@@ -270,12 +332,15 @@ def test_a_branch_that_a_relu_makes_dead_is_left_out() -> None:
     for act, beta, padding in product(ACTIVATIONS, (-0.4, 0.0, 0.4, 5.0), (0, 1)):
         name = str((act, beta, padding)).replace(".", ",")
         layer = norm(8, bias=torch.full((8,), beta))
-        networks[name] = nn.Sequential(nn.Conv2d(4, 8, 3), layer, act, nn.Conv2d(8, 5, 3, padding=padding))
+        networks[name] = nn.Sequential(
+            nn.Conv2d(4, 8, 3), layer, act, nn.Conv2d(8, 5, 3, padding=padding)
+        )
         one_sided = isinstance(act, nn.ReLU | nn.ReLU6) and beta <= 0
         expected[f"{name}.1"] = "one branch" if one_sided else "two branches"
     assert check(networks) == expected
     program = folded(
-        nn.Sequential(nn.Conv2d(4, 8, 3), NORMS["one branch"](), nn.ReLU(), point()), torch.randn(2, 4, 9, 9)
+        nn.Sequential(nn.Conv2d(4, 8, 3), NORMS["one branch"](), nn.ReLU(), point()),
+        torch.randn(2, 4, 9, 9),
     )
     assert layer_counts(program) == {"conv2d": 2, "FunctionModule": 1, "OneBranch": 1}
 
@@ -286,9 +351,15 @@ CONSTANTS = {
     "all zero": {"weight": torch.zeros(8)},
     "dead channels": {"running_var": torch.tensor([0.0, 1.0] * 4), "running_mean": torch.zeros(8)},
     "large lambda": {"running_lambda": torch.linspace(-3, 4, 8)},
-    "lambda at the limits": {"running_lambda": torch.tensor([0.0, 2.0, 1e-4, 2 - 1e-4, 1e-3, -1e-3, 1.0, 1 + 1e-6])},
-    "lambda near 0": {"running_lambda": torch.tensor([1e-9, -1e-9, 1e-6, -1e-6, 3e-4, -3e-4, 4e-2, -4e-2])},
-    "lambda near 2": {"running_lambda": 2 + torch.tensor([1e-7, -1e-7, 1e-6, -1e-6, 3e-4, -3e-4, 4e-2, -4e-2])},
+    "lambda at the limits": {
+        "running_lambda": torch.tensor([0.0, 2.0, 1e-4, 2 - 1e-4, 1e-3, -1e-3, 1.0, 1 + 1e-6])
+    },
+    "lambda near 0": {
+        "running_lambda": torch.tensor([1e-9, -1e-9, 1e-6, -1e-6, 3e-4, -3e-4, 4e-2, -4e-2])
+    },
+    "lambda near 2": {
+        "running_lambda": 2 + torch.tensor([1e-7, -1e-7, 1e-6, -1e-6, 3e-4, -3e-4, 4e-2, -4e-2])
+    },
     "never alive": {"bias": torch.full((8,), -3.0), "running_lambda": torch.full((8,), -1.0)},
 }
 
@@ -298,11 +369,15 @@ def test_constants() -> None:
     for case, constants in CONSTANTS.items():
         for beta in (-0.2, 0.3):
             layer = norm(8, **{"bias": torch.full((8,), beta), **constants})
-            networks[f"{case}, {beta > 0}"] = nn.Sequential(nn.Conv2d(4, 8, 3), layer, nn.ReLU(), nn.Conv2d(8, 3, 1))
+            networks[f"{case}, {beta > 0}"] = nn.Sequential(
+                nn.Conv2d(4, 8, 3), layer, nn.ReLU(), nn.Conv2d(8, 3, 1)
+            )
     exact = {name: network for name, network in networks.items() if not name.startswith("large")}
     check(exact)
     # psi has a power of 1 + |h|: where lambda is -3 or 4, rounding of h counts several times
-    check({name: network for name, network in networks.items() if name not in exact}, tolerance=2e-4)
+    check(
+        {name: network for name, network in networks.items() if name not in exact}, tolerance=2e-4
+    )
 
 
 @pytest.mark.parametrize("strength", [0.6, *slow(0.0)])
@@ -312,10 +387,14 @@ def test_affine_of_layers_that_estimate(kind: str, strength: float) -> None:
     networks = {}
     for act in (None, nn.ReLU(), nn.SiLU()):
         for padding in (0, 1):
-            layer: Any = of_samples(layers.LayerNormalNorm(8) if kind == "layer" else layers.GroupNormalNorm(2, 8))
+            layer: Any = of_samples(
+                layers.LayerNormalNorm(8) if kind == "layer" else layers.GroupNormalNorm(2, 8)
+            )
             layer.set_strength(strength)
             consumer = nn.Linear(8, 5) if kind == "layer" else nn.Conv2d(8, 5, 3, padding=padding)
-            networks[f"{act}, {padding}"] = nn.Sequential(nn.Tanh(), layer, *([act] if act else []), consumer)
+            networks[f"{act}, {padding}"] = nn.Sequential(
+                nn.Tanh(), layer, *([act] if act else []), consumer
+            )
     forms = check(networks, (9, 9, 8) if kind == "layer" else (8, 9, 9))
     assert set(forms.values()) == {"estimated" if strength else "normalization"}
 
@@ -335,9 +414,13 @@ def test_linear_layers() -> None:
     between = nn.Sequential(nn.Linear(5, 6), layer, nn.ReLU(), nn.Linear(6, 2))
     check({"between": between, "whitening": nn.Sequential(nn.Linear(5, 6), whitening)}, (5,))
     # nn.Linear works on the last dimension, the norm on the second
-    forms = check({"channels": nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))}, (6, 5))
+    forms = check(
+        {"channels": nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))}, (6, 5)
+    )
     assert forms["channels.1"] == "affine"
 
 
 def test_the_norm_is_the_model() -> None:
-    assert folded(norm(4, running_lambda=torch.ones(4)), torch.randn(2, 4, 5, 5)).layers == {"": "affine"}
+    assert folded(norm(4, running_lambda=torch.ones(4)), torch.randn(2, 4, 5, 5)).layers == {
+        "": "affine"
+    }

@@ -40,7 +40,9 @@ class Listener(RunCallback):  # keeps what a run says, and ends it at a step, as
 
 @pytest.fixture(autouse=True)
 def clean_slate() -> Iterator[None]:
-    """Take nothing of accelerate's state, which is in class attributes, from another test, and leave nothing behind."""
+    """Take nothing of accelerate's state, which is in class attributes, from another test, and
+    leave nothing behind.
+    """
     _reset()
     yield
     _reset()
@@ -52,12 +54,16 @@ def _reset() -> None:
 
 
 @pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:  # let runs draw nothing, but for two in test_run.py
+def undrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # let runs draw nothing, but for two in test_run.py
     monkeypatch.setattr(run_report, "draw", lambda folder, rows: None)
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:  # three classes of eight pictures each, all in their own colour
+def pictures(
+    tmp_path: Path,
+) -> Path:  # three classes of eight pictures each, all in their own colour
     return write_folder(tmp_path / "pictures", wrong=0, each=8)
 
 
@@ -71,7 +77,9 @@ def small_network(to: str | None = "bnn", name: str = "test_resnet", size: int =
     return network
 
 
-def assert_same(one: object, other: object) -> None:  # compare tensors, or mappings of them, bit by bit
+def assert_same(
+    one: object, other: object
+) -> None:  # compare tensors, or mappings of them, bit by bit
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -79,7 +87,9 @@ def assert_same(one: object, other: object) -> None:  # compare tensors, or mapp
 def train(pictures: Path, tmp_path: Path) -> Train:
     """Run `finetune` on the pictures: train(folder name, network, **settings)."""
 
-    def run(name: str, network: Network | None = None, *, resume: bool = False, **settings: Any) -> Position:
+    def run(
+        name: str, network: Network | None = None, *, resume: bool = False, **settings: Any
+    ) -> Position:
         options = {key: settings.pop(key) for key in ("callback", "stop") if key in settings}
         recipe, folder = Recipe(**{"data_dir": str(pictures), **SMALL, **settings}), tmp_path / name
         network = network or (resume_network(folder) if resume else small_network())

@@ -35,13 +35,17 @@ def batches(pictures: Path, rank: int = 0, world: int = 1, **settings: Any) -> B
     return Batches(open_data(recipe, None, 3).train.images, recipe, PREPROCESS, rank, world)
 
 
-def parts(root: Path, pictures: Path, *names: str) -> Path:  # copy the pictures into folders of these names
+def parts(
+    root: Path, pictures: Path, *names: str
+) -> Path:  # copy the pictures into folders of these names
     for name in names:
         shutil.copytree(pictures, root / name, dirs_exist_ok=True)
     return root
 
 
-def drawn(size: int, rank: int = 0, world: int = 1, seed: int = 1, epoch: int = 0) -> list[list[tuple[int, int]]]:
+def drawn(
+    size: int, rank: int = 0, world: int = 1, seed: int = 1, epoch: int = 0
+) -> list[list[tuple[int, int]]]:
     """The batches of an epoch of 22 images."""
     order = Order(22, size, rank, world, seed)
     order.epoch = epoch
@@ -51,7 +55,10 @@ def drawn(size: int, rank: int = 0, world: int = 1, seed: int = 1, epoch: int = 
 def test_an_epoch_holds_every_image_once_and_the_processes_share_it() -> None:
     whole, shares = drawn(6), [drawn(3, rank, 2) for rank in range(2)]
     assert [a + b for a, b in zip(*shares, strict=True)] == whole
-    epochs = [[number for batch in of for _, number in batch] for of in (whole, drawn(6, epoch=1), drawn(6, seed=2))]
+    epochs = [
+        [number for batch in of for _, number in batch]
+        for of in (whole, drawn(6, epoch=1), drawn(6, seed=2))
+    ]
     assert len(epochs[0]) == len(set(epochs[0])) == 18  # what makes no whole batch is left out
     assert len(set(map(tuple, epochs))) == 3
 
@@ -61,10 +68,14 @@ def test_workers_end_with_the_batches_also_within_an_epoch(pictures: Path) -> No
     epoch, loader = begun.epoch(0), weakref.ref(begun._loader)
     next(epoch)
     del begun, epoch
-    assert loader() is None  # without waiting for the garbage collector, which does not run when a process exits
+    assert (
+        loader() is None
+    )  # without waiting for the garbage collector, which does not run when a process exits
 
 
-def test_the_pictures_do_not_depend_on_workers_start_or_what_was_drawn_before(pictures: Path) -> None:
+def test_the_pictures_do_not_depend_on_workers_start_or_what_was_drawn_before(
+    pictures: Path,
+) -> None:
     alone, helped = batches(pictures), batches(pictures, workers=2)
     before = random_state()
     one = list(alone.epoch(3))
@@ -113,26 +124,37 @@ def test_a_part_of_a_part_has_a_transform_of_its_own(pictures: Path) -> None:
 
 
 @pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["x", "y", "z"]], ids=str)
-def test_classes_that_validation_lacks_move_no_others(labels: list[str] | None, pictures: Path, tmp_path: Path) -> None:
+def test_classes_that_validation_lacks_move_no_others(
+    labels: list[str] | None, pictures: Path, tmp_path: Path
+) -> None:
     root = parts(tmp_path / "root", pictures, "train", "val")
     shutil.rmtree(root / "val" / "ant")
     images = data(root, labels)
     assert (len(images.train.images), len(images.val.images), images.notes) == (24, 16, ())
     images.val.images.transform = np.asarray
-    found = {np.argmax(image[0, 0]).item(): target for image, target in (images.val.images[n] for n in (15, 7))}
+    found = {
+        np.argmax(image[0, 0]).item(): target
+        for image, target in (images.val.images[n] for n in (15, 7))
+    }
     assert found == {1: images.names.index("bee"), 2: images.names.index("cat")}  # by colour
 
 
 def test_other_classes_to_validate_on_are_refused(pictures: Path, tmp_path: Path) -> None:
     root = parts(tmp_path / "root", pictures, "train", "val")
     shutil.rmtree(root / "train" / "ant")
-    with pytest.raises(RetrofitError, match=r"classes of 'val\w*' are not those of 'train' \(ant\)"):
+    with pytest.raises(
+        RetrofitError, match=r"classes of 'val\w*' are not those of 'train' \(ant\)"
+    ):
         data(root)
 
 
-def test_a_torchvision_dataset(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchvision_dataset(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = parts(tmp_path / "root", pictures, "train", "validation")
-    monkeypatch.setattr(dataset, "create_dataset", lambda *_, split, **__: ImageFolder(root / split))
+    monkeypatch.setattr(
+        dataset, "create_dataset", lambda *_, split, **__: ImageFolder(root / split)
+    )
     images = data(root, ["cat", "bee", "ant"], dataset="torch/cifar10")
     assert (images.names, len(images.val.images)) == (("cat", "bee", "ant"), 24)
     assert {images.val.images[number][1] for number in (0, 1)} == {2}  # ants
@@ -142,9 +164,13 @@ def test_a_torchvision_dataset(pictures: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
-    """The images lie sorted by class: batches of neighbours would have one class each, and too small a variance."""
+    """The images lie sorted by class: batches of neighbours would have one class each, and too
+    small a variance.
+    """
     (pictures / "ant" / "0.png").write_bytes(b"no picture")
-    part = Part(open_images(pictures).images, transform=lambda image: torch.from_numpy(np.array(image)))
+    part = Part(
+        open_images(pictures).images, transform=lambda image: torch.from_numpy(np.array(image))
+    )
     found = list(part.batches(17, 6))
     assert [len(batch) for batch in found] == [5, 6, 5]
     assert all(len({image[0, 0].argmax().item() for image in batch}) == 3 for batch in found)
@@ -157,9 +183,19 @@ def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
         (("Train", "val"), {}, UsageError, r"no part 'train', but Train, val; give `train_split`"),
         (("Train", "val"), {"val_split": 0.25}, UsageError, "no part 'train', but Train, val;"),
         (("", "exam"), {"val_split": "exam"}, UsageError, "no part 'train', but exam;"),
-        (("train", "val"), {"train_split": "trian"}, UsageError, "no part 'trian', but train, val;"),
+        (
+            ("train", "val"),
+            {"train_split": "trian"},
+            UsageError,
+            "no part 'trian', but train, val;",
+        ),
         (("",), {"train_split": "trian"}, UsageError, "no part 'trian'; give `train_split`"),
-        ((), {"data_dir": None, "dataset": "digits", "train_split": "exam"}, UsageError, "'exam'.*`train_split`"),
+        (
+            (),
+            {"data_dir": None, "dataset": "digits", "train_split": "exam"},
+            UsageError,
+            "'exam'.*`train_split`",
+        ),
         (("",), {"val_split": "testing"}, UsageError, "no part 'testing'.*`val_split`"),
         (("",), {"val_split": 0.001}, RetrofitError, "leaves none"),
         (("",), {"aa": "nonsense"}, UsageError, "cannot build the augmentation"),
@@ -167,15 +203,26 @@ def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
     ],
 )
 def test_refusals(
-    names: tuple[str, ...], settings: dict[str, Any], error: Any, message: str, pictures: Path, tmp_path: Path
+    names: tuple[str, ...],
+    settings: dict[str, Any],
+    error: Any,
+    message: str,
+    pictures: Path,
+    tmp_path: Path,
 ) -> None:
     """Without the part to train on, timm would read all of the folder."""
     with pytest.raises(error, match=message):
-        batches(parts(tmp_path / "root", pictures, *names), **{"val_split": "validation", **settings})
+        batches(
+            parts(tmp_path / "root", pictures, *names), **{"val_split": "validation", **settings}
+        )
 
 
-def test_a_stream_and_a_flat_folder_are_refused(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "create_dataset", lambda *_, **__: torch.utils.data.ChainDataset([]))
+def test_a_stream_and_a_flat_folder_are_refused(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        dataset, "create_dataset", lambda *_, **__: torch.utils.data.ChainDataset([])
+    )
     with pytest.raises(UsageError, match="wds/pictures is a stream"):
         data(pictures, dataset="wds/pictures")
     with pytest.raises(RetrofitError, match="a single class"):

@@ -12,7 +12,15 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrofit.finetune.divergence import Fault, StepGate, all_alike, at_chance, divergence_of, explanation, not_finite
+from retrofit.finetune.divergence import (
+    Fault,
+    StepGate,
+    all_alike,
+    at_chance,
+    divergence_of,
+    explanation,
+    not_finite,
+)
 from retrofit.finetune.prepare import build_optimizer
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_report import RunCallback, Step
@@ -22,14 +30,22 @@ from tests.finetune.conftest import Listener, Train, small_network
 FUSED = ["adam", "adamw", "momentum", "nesterov", "sgd"]
 
 
-def gate_of(opt: str, clip: float | None = None) -> tuple[nn.Module, torch.optim.Optimizer, StepGate]:
+def gate_of(
+    opt: str, clip: float | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer, StepGate]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = build_optimizer(model, Recipe(opt=opt, lr=0.1, weight_decay=0.1))
     return model, optimizer, StepGate(Accelerator(cpu=True), model, optimizer, clip)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, gate: StepGate, name: int, factor: float = 1.0) -> None:
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gate: StepGate,
+    name: int,
+    factor: float = 1.0,
+) -> None:
     images = torch.randn(5, 3)
     loss = model(images).square().mean()
     (loss * factor).backward()
@@ -77,7 +93,9 @@ def test_the_sum_of_losses_and_the_clipped_gradient() -> None:
     (verdict,) = gate.verdicts()
     assert (verdict.loss_sum, verdict.fault) == (16.0, None)
     torch.testing.assert_close(verdict.norms.norm(), norm)
-    torch.testing.assert_close([one.grad for one in model.parameters()], [one.grad for one in expected])
+    torch.testing.assert_close(
+        [one.grad for one in model.parameters()], [one.grad for one in expected]
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +125,10 @@ def test_an_accelerator_s_verdicts_come_a_step_later() -> None:
     heard: list[Any] = []
     for number, factor in enumerate((1.0, math.nan, 1.0), 1):
         step(model, optimizer, gate, number, factor)
-        heard += [(number, verdict.step, verdict.fault, len(verdict.images)) for verdict in gate.verdicts()]
+        heard += [
+            (number, verdict.step, verdict.fault, len(verdict.images))
+            for verdict in gate.verdicts()
+        ]
     assert heard == [(2, 1, None, 5), (3, 2, "gradient", 5)]
     assert [verdict.step for verdict in gate.verdicts(all_of_them=True)] == [3]
 
@@ -127,7 +148,9 @@ class Reads(TorchDispatchMode):  # counts what makes the host wait for a value o
 
 
 def test_the_host_reads_nothing_of_a_step(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the targets, which lie on the host, and the verdict, which is copied there and read a step later."""
+    """But for the targets, which lie on the host, and the verdict, which is copied there and read a
+    step later.
+    """
     reads, per_step = Reads(), []
     for name in ("tolist", "cpu", "numpy", "item"):
         monkeypatch.setattr(Tensor, name, reads.counted(name))
@@ -137,7 +160,13 @@ def test_the_host_reads_nothing_of_a_step(train: Train, monkeypatch: pytest.Monk
             per_step.append(dict(reads.found))
             reads.found.clear()
 
-    settings = {"clip_grad": 1.0, "model_ema": True, "grad_accum_steps": 2, "mixup": 0.5, "batch_size": 2}
+    settings = {
+        "clip_grad": 1.0,
+        "model_ema": True,
+        "grad_accum_steps": 2,
+        "mixup": 0.5,
+        "batch_size": 2,
+    }
     with reads:
         train("run", val_split=0.0, epochs=1, callback=Watch(), workers=1, **settings)
     assert per_step[1:] == [{"tolist": 2 + 1}] * 5  # a step has two batches
@@ -149,7 +178,12 @@ SLOWER = "lower `lr` or `noise`, or lengthen `strength_ramp`"
 @pytest.mark.parametrize(
     ("broken", "fault", "amp", "said"),
     [
-        ("0.weight", "loss", False, ("1 (BatchNormalNorm2d) went first", SLOWER)),  # norms are asked first
+        (
+            "0.weight",
+            "loss",
+            False,
+            ("1 (BatchNormalNorm2d) went first", SLOWER),
+        ),  # norms are asked first
         ("1.bias", "loss", False, ("1 (BatchNormalNorm2d) went first", SLOWER)),
         ("1.running_lambda", "state", False, ("1 (BatchNormalNorm2d) went first", SLOWER)),
         ("2.weight", "gradient", False, ("2 (Conv2d) went first", SLOWER)),
@@ -160,8 +194,12 @@ SLOWER = "lower `lr` or `noise`, or lengthen `strength_ramp`"
     ],
     ids=str,
 )
-def test_what_went_first(broken: str | None, fault: Fault, amp: bool, said: tuple[str, str]) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), BatchNormalNorm2d(4), nn.Conv2d(4, 4, 1), nn.Flatten())
+def test_what_went_first(
+    broken: str | None, fault: Fault, amp: bool, said: tuple[str, str]
+) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 1), BatchNormalNorm2d(4), nn.Conv2d(4, 4, 1), nn.Flatten()
+    )
     assert not_finite(model) is None
     if broken is not None:
         model.state_dict()[broken].view(-1)[0] = math.nan
@@ -187,8 +225,15 @@ def test_at_chance(top1: float, loss: float, images: int, classes: int, expected
 def test_answers_that_are_alike() -> None:
     images = torch.randn(6, 3, 4, 4)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    for weight, bias, alike in ((1.0, 1.0, False), (1e-3, 0.0, False), (0.0, 0.0, False), (0.0, 1.0, True)):
-        nn.init.normal_(model[1].weight, std=weight)  # small, of a classifier that has hardly begun to learn
+    for weight, bias, alike in (
+        (1.0, 1.0, False),
+        (1e-3, 0.0, False),
+        (0.0, 0.0, False),
+        (0.0, 1.0, True),
+    ):
+        nn.init.normal_(
+            model[1].weight, std=weight
+        )  # small, of a classifier that has hardly begun to learn
         nn.init.normal_(model[1].bias, std=bias)
         assert all_alike(model, images) is alike
 
@@ -196,20 +241,53 @@ def test_answers_that_are_alike() -> None:
 @pytest.mark.parametrize(
     ("to", "settings", "steps", "collapsed", "untrained", "said"),
     [
-        ("gn", {"warmup_epochs": 0}, 20, True, True, "layers that take no statistics of the batch without warm-up;"),
+        (
+            "gn",
+            {"warmup_epochs": 0},
+            20,
+            True,
+            True,
+            "layers that take no statistics of the batch without warm-up;",
+        ),
         ("gn", {}, 500, False, False, "; lower `lr` or raise `warmup_epochs`"),
-        ("bnn", {}, 500, True, False, "all images get the same answer: the learning rate 0.0003 is probably too high;"),
-        ("bnn", {}, 20, False, True, "it began with random weights: train it longer, or begin with"),
+        (
+            "bnn",
+            {},
+            500,
+            True,
+            False,
+            "all images get the same answer: the learning rate 0.0003 is probably too high;",
+        ),
+        (
+            "bnn",
+            {},
+            20,
+            False,
+            True,
+            "it began with random weights: train it longer, or begin with",
+        ),
         ("bnn", {}, 20, False, False, "20 steps are few: train it longer"),
     ],
 )
-def test_the_cause(to: str, settings: dict[str, Any], steps: int, collapsed: bool, untrained: bool, said: str) -> None:
-    assert said in explanation(small_network(to).model, Recipe(**settings), steps, collapsed, untrained)
+def test_the_cause(
+    to: str, settings: dict[str, Any], steps: int, collapsed: bool, untrained: bool, said: str
+) -> None:
+    assert said in explanation(
+        small_network(to).model, Recipe(**settings), steps, collapsed, untrained
+    )
 
 
 def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:
     listener = Listener()
-    result = train("run", small_network("gn"), epochs=4, lr=100.0, opt="sgd", warmup_epochs=0, callback=listener)
+    result = train(
+        "run",
+        small_network("gn"),
+        epochs=4,
+        lr=100.0,
+        opt="sgd",
+        warmup_epochs=0,
+        callback=listener,
+    )
     (note,) = [note for note in listener.notes if "no better than guessing" in note]
     assert "have collapsed" in note
     assert all(row["val_loss"] > 0 for row in result.rows)

@@ -1,4 +1,6 @@
-"""A network that a run trains: its classes, images, loss and decay, and what is refused before the first step."""
+"""A network that a run trains: its classes, images, loss and decay, and what is refused before the
+first step.
+"""
 
 import copy
 import math
@@ -43,7 +45,9 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
 @pytest.mark.slow
 def test_what_torchvision_builds_for_weights_stays() -> None:
     source = build(ModelSource("torchvision", "googlenet", {"weights": "IMAGENET1K_V1"}))
-    changed, fresh = prepare.with_classes(Network(retrofit.convert(source, "bnn", check=False)[0]), 7)
+    changed, fresh = prepare.with_classes(
+        Network(retrofit.convert(source, "bnn", check=False)[0]), 7
+    )
     assert fresh == ("fc.weight", "fc.bias")
     assert changed.source.kwargs == {"weights": "IMAGENET1K_V1", "num_classes": 7}
     assert (changed.model.transform_input, changed.model.aux1) == (True, None)
@@ -60,7 +64,9 @@ def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() 
         prepare.with_classes(network, 7)
 
 
-def standing_for(network: Network, model: nn.Module) -> Network:  # a network that claims to be another
+def standing_for(
+    network: Network, model: nn.Module
+) -> Network:  # a network that claims to be another
     set_record(model, **vars(record_of(network.model)))
     return Network(model)
 
@@ -70,7 +76,9 @@ def test_a_network_whose_classifier_cannot_be_told() -> None:
         prepare.with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
 
 
-class TwoHeads(nn.Sequential):  # gives the scores of both in training, as torchvision's Inception does
+class TwoHeads(
+    nn.Sequential
+):  # gives the scores of both in training, as torchvision's Inception does
     def forward(self, x: Tensor) -> Any:
         scores = self[0](x)
         return (scores, scores) if self.training else scores
@@ -80,14 +88,19 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 5), nn.BatchNorm2d(4), nn.Flatten())
     network = standing_for(small_network(None), TwoHeads(body))
     before = copy.deepcopy(network.model.state_dict())
-    with pytest.raises(RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"):
+    with pytest.raises(
+        RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"
+    ):
         prepare.scores_of(network, (3, 16, 16))
     assert_same(network.model.state_dict(), before)
     assert all(module.training for module in network.model.modules())
     network = standing_for(network, body)
     assert prepare.scores_of(network, (3, 16, 16)) == 4 * 12 * 12
     set_record(network.model, preprocess=replace(network.preprocess, input_size=(3, 4, 4)))
-    with pytest.raises(RetrofitError, match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size"):
+    with pytest.raises(
+        RetrofitError,
+        match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size",
+    ):
         prepare.scores_of(network, (3, 16, 16))
 
 
@@ -111,7 +124,10 @@ SORTED = ["ant", "bee", "cat"]
         (["x", "y", "z"], {**DISTILLED, "class_map": "map.txt"}, "", SORTED),
         (["cat", "bee", "ant"], DISTILLED, "", ["cat", "bee", "ant"]),
         (["w", "x", "y", "z"], {}, "", SORTED),  # the classifier is new
-        *((["w", "x", "y", "z"], {"num_classes": number}, said, None) for number, said in ((4, "note"), (5, ""))),
+        *(
+            (["w", "x", "y", "z"], {"num_classes": number}, said, None)
+            for number, said in ((4, "note"), (5, ""))
+        ),
         (["cat", "dog", "bee", "ant"], {"num_classes": 4}, "", ["cat", "dog", "bee", "ant"]),
         (["cat", "dog", "bee", "ant"], DISTILLED, "", ["cat", "dog", "bee", "ant"]),
         (["cat", "dog", "bee", "ant"], {}, "", SORTED),
@@ -120,7 +136,12 @@ SORTED = ["ant", "bee", "cat"]
     ids=str,
 )
 def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guessed_is_said(
-    labels: list[str], settings: Any, said: str, expected: Any, pictures: Path, monkeypatch: pytest.MonkeyPatch
+    labels: list[str],
+    settings: Any,
+    said: str,
+    expected: Any,
+    pictures: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(pictures.parent)
     Path("map.txt").write_text("ant\nbee\ncat\n")
@@ -131,7 +152,9 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
     images, notes = open_data(recipe, labels, 3), []
     unlike = rf"the data's classes \(ant, bee, cat\) are not what the network calls its outputs \({labels[0]}, "
     if said == "error":
-        with pytest.raises(RetrofitError, match=rf"{unlike}.*; give `class_map`, .* `task_loss_weight=0`"):
+        with pytest.raises(
+            RetrofitError, match=rf"{unlike}.*; give `class_map`, .* `task_loss_weight=0`"
+        ):
             prepare.fit_network(network, images, recipe, notes.append)
         return
     network, _ = prepare.fit_network(network, images, recipe, notes.append)
@@ -141,7 +164,9 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
     assert network.labels == expected
     if recipe.labelled and expected is not None:
         images.train.images.transform = np.asarray
-        for pixels, target in (images.train.images[number] for number in range(len(images.train.images))):
+        for pixels, target in (
+            images.train.images[number] for number in range(len(images.train.images))
+        ):
             assert expected[target] == SORTED[pixels[0, 0].argmax()]
 
 
@@ -154,15 +179,28 @@ def test_a_network_gets_the_recipes_images(pictures: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "settings", "said"),
     [
-        *((None, {}, "this is plain training"), ("ln", {"precise_bn": 8}, "`precise_bn` does nothing")),
+        *(
+            (None, {}, "this is plain training"),
+            ("ln", {"precise_bn": 8}, "`precise_bn` does nothing"),
+        ),
         *(("bnn", {}, None), ("bnn", {"noise": 0.4, "noise_kind": "unscaled"}, None)),
         ("gn", {"noise": 0.4}, "no layer of the network draws noise"),
-        ("bnn", {"bn_momentum": 0.01}, "after 8 batches 92% of them are those from before; raise `bn_momentum`"),
-        ("bnn", {"strength_sched": "off"}, "layers stand at strength 0.0253"),  # as an average of weights leaves it
+        (
+            "bnn",
+            {"bn_momentum": 0.01},
+            "after 8 batches 92% of them are those from before; raise `bn_momentum`",
+        ),
+        (
+            "bnn",
+            {"strength_sched": "off"},
+            "layers stand at strength 0.0253",
+        ),  # as an average of weights leaves it
     ],
     ids=str,
 )
-def test_settings_that_do_nothing_are_said(to: str | None, settings: dict[str, Any], said: str | None) -> None:
+def test_settings_that_do_nothing_are_said(
+    to: str | None, settings: dict[str, Any], said: str | None
+) -> None:
     model, notes = small_network(to).model, list[str]()
     if to == "bnn":
         retrofit.set_strength(model, 0.02531)
@@ -192,7 +230,9 @@ def test_the_teacher_is_the_source(to: str) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_the_loss_is_the_divergence_of_the_softened_probabilities(temperature: float) -> None:
     taught, scores = torch.randn(2, 4, 5, dtype=torch.float64)
-    objective = Objective(Recipe(teacher="source", task_loss_weight=0, kd_temperature=temperature), 5, nn.Identity())
+    objective = Objective(
+        Recipe(teacher="source", task_loss_weight=0, kd_temperature=temperature), 5, nn.Identity()
+    )
     loss = objective.loss(scores, taught, torch.zeros(4))
     p, q = (torch.softmax(values.float().double() / temperature, 1) for values in (taught, scores))
     expected = (p * (p / q).log()).sum(1).mean() * temperature**2
@@ -213,7 +253,9 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
     model = converted("ln-pn")
     groups = prepare.parameter_groups(model, 0.1, layer_decay)
     decay = by_parameter(groups, "weight_decay")
-    assert sorted(decay) == sorted(id(parameter) for group in groups for parameter in group["params"])
+    assert sorted(decay) == sorted(
+        id(parameter) for group in groups for parameter in group["params"]
+    )
     proxies = [module for module in model.modules() if isinstance(module, ProxyNorm)]
     for proxy in proxies:
         assert decay[id(proxy.proxy_bias)] == decay[id(proxy.proxy_scale)] == 0.1
@@ -223,7 +265,9 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
         scale = by_parameter(groups, "lr_scale")
         assert scale[id(model.fc.weight)] == 1.0
         assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
-    everything = by_parameter(prepare.parameter_groups(model, 0.1, layer_decay, decay_norms=True), "weight_decay")
+    everything = by_parameter(
+        prepare.parameter_groups(model, 0.1, layer_decay, decay_norms=True), "weight_decay"
+    )
     assert everything == dict.fromkeys(map(id, model.parameters()), 0.1)
     assert everything.keys() == decay.keys()
 
@@ -233,7 +277,11 @@ def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), FrozenBatchNorm(8).plain_layer()[1])
     decay = by_parameter(prepare.parameter_groups(model, 0.1), "weight_decay")
     (affine,) = (module for module in model.modules() if isinstance(module, TrainedAffine))
-    assert (decay[id(affine.weight)], decay[id(affine.bias)], decay[id(model[0].weight)]) == (0.0, 0.0, 0.1)
+    assert (decay[id(affine.weight)], decay[id(affine.bias)], decay[id(model[0].weight)]) == (
+        0.0,
+        0.0,
+        0.1,
+    )
 
 
 def test_only_converted_norms_are_left_to_train() -> None:
@@ -252,10 +300,16 @@ def test_only_converted_norms_are_left_to_train() -> None:
 def test_the_optimizer_is_timm_s() -> None:
     model = converted("bnn")
     optimizer = build_optimizer(model, Recipe(opt="sgd", lr=0.1, momentum=0.5, weight_decay=0.01))
-    settings = {(group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups}
+    settings = {
+        (group["lr"], group["momentum"], group["weight_decay"]) for group in optimizer.param_groups
+    }
     assert settings == {(0.1, 0.5, 0.0), (0.1, 0.5, 0.01)}
-    optimizer = build_optimizer(model, Recipe(opt="rmsproptf", opt_eps=1e-3, weight_decay=0.1, decay_norms=True))
-    assert {(group["weight_decay"], group["eps"]) for group in optimizer.param_groups} == {(0.1, 1e-3)}
+    optimizer = build_optimizer(
+        model, Recipe(opt="rmsproptf", opt_eps=1e-3, weight_decay=0.1, decay_norms=True)
+    )
+    assert {(group["weight_decay"], group["eps"]) for group in optimizer.param_groups} == {
+        (0.1, 1e-3)
+    }
     with pytest.raises(UsageError, match="the optimizer sgd has no eps"):
         build_optimizer(model, Recipe(opt="sgd", opt_eps=1e-3))
     with pytest.raises(UsageError, match="cannot build the optimizer fusedadam"):
@@ -265,7 +319,9 @@ def test_the_optimizer_is_timm_s() -> None:
 @pytest.mark.parametrize("sched", ["constant", "Constant"])
 def test_a_constant_rate_is_warmed_up_and_decays_with_the_layers(sched: str) -> None:
     """A capital, which timm does not take, changes nothing."""
-    recipe = Recipe(opt="sgd", lr=0.1, sched=sched, warmup_epochs=1, warmup_lr=0.0, layer_decay=0.5, epochs=4)
+    recipe = Recipe(
+        opt="sgd", lr=0.1, sched=sched, warmup_epochs=1, warmup_lr=0.0, layer_decay=0.5, epochs=4
+    )
     optimizer = build_optimizer(converted("bnn"), recipe)
     scheduler = prepare.build_scheduler(optimizer, recipe, steps_per_epoch=4)
     for step, rate in ((2, 0.05), (4, 0.1), (15, 0.1)):

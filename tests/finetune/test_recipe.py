@@ -25,13 +25,22 @@ from tests.finetune.test_prepare import by_parameter
 
 
 def test_flags_win_and_come_as_text() -> None:
-    recipe = load_recipe("digits", {"lr": "1e-3", "epochs": "3", "scale": "0.5 1", "decay_milestones": "2,4"})
-    assert (recipe.lr, recipe.epochs, recipe.scale, recipe.decay_milestones) == (1e-3, 3, (0.5, 1.0), [2, 4])
+    recipe = load_recipe(
+        "digits", {"lr": "1e-3", "epochs": "3", "scale": "0.5 1", "decay_milestones": "2,4"}
+    )
+    assert (recipe.lr, recipe.epochs, recipe.scale, recipe.decay_milestones) == (
+        1e-3,
+        3,
+        (0.5, 1.0),
+        [2, 4],
+    )
     assert recipe.dataset == "digits"
 
 
 def test_a_saved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
-    recipe = load_recipe("quick-recover", {"data_dir": "x", "model": "m.safetensors", "val_split": "0.2"})
+    recipe = load_recipe(
+        "quick-recover", {"data_dir": "x", "model": "m.safetensors", "val_split": "0.2"}
+    )
     recipe.save(tmp_path / "recipe.yaml")
     assert load_recipe(tmp_path / "recipe.yaml", {}) == recipe
     named = load_recipe(None, {"data_dir": "x", "val_split": "test"})
@@ -46,13 +55,21 @@ def test_a_saved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ({"data_dir": "photos"}, {"dataset": "digits"}, (None, "digits")),
         ({"data_dir": "d", "dataset": "torch/cifar10"}, {"data_dir": "photos"}, ("photos", "")),
         ({"data_dir": "d", "dataset": "torch/cifar10"}, {"epochs": 1}, ("d", "torch/cifar10")),
-        ({"dataset": "digits"}, {"data_dir": "d", "dataset": "torch/cifar10"}, ("d", "torch/cifar10")),
+        (
+            {"dataset": "digits"},
+            {"data_dir": "d", "dataset": "torch/cifar10"},
+            ("d", "torch/cifar10"),
+        ),
         ({"data_dir": "photos"}, {"data_dir": "hfds/cifar10"}, (None, "hfds/cifar10")),
         ({}, {"data_dir": "torch/cifar10"}, ("torch/cifar10", "")),  # the folder of that name
     ],
 )
 def test_images_come_from_one_place(
-    tmp_path: Path, own: Any, given: Any, expected: tuple[str | None, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    own: Any,
+    given: Any,
+    expected: tuple[str | None, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("torch/cifar10").mkdir(parents=True)
@@ -63,7 +80,9 @@ def test_images_come_from_one_place(
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
-    path.write_text("lrr: 1\nepochs: 0\nopt: adamx\nstrength_sched: quadratic\nval_split: 3\ntask_loss_weight: 0\n")
+    path.write_text(
+        "lrr: 1\nepochs: 0\nopt: adamx\nstrength_sched: quadratic\nval_split: 3\ntask_loss_weight: 0\n"
+    )
     with pytest.raises(UsageError) as caught:
         load_recipe(path, {"batch_size": "five"})
     said = str(caught.value)
@@ -84,13 +103,22 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "pattern"),
     [
-        *(({"mixup": 0.2, "batch_size": 5}, "even batch_size"), ({"amp_dtype": "bfloat16"}, "set amp: true too")),
+        *(
+            ({"mixup": 0.2, "batch_size": 5}, "even batch_size"),
+            ({"amp_dtype": "bfloat16"}, "set amp: true too"),
+        ),
         ({"data_dir": "torch/cifar10"}, "dataset torch/cifar10 needs data_dir too"),
         ({"teacher": "source", "task_loss_weight": 0, "distill_loss_weight": 0}, "must be above 0"),
         ({"teacher": "source", "task_loss_weight": 0, "cutmix": 1.0}, "act on labels"),
-        *(({"lr": float("inf")}, "lr should be"), ({"scale": "0.5"}, "scale should be two numbers, not ..0.5")),
+        *(
+            ({"lr": float("inf")}, "lr should be"),
+            ({"scale": "0.5"}, "scale should be two numbers, not ..0.5"),
+        ),
         ({"sched": "plateau"}, "sched 'plateau' is unknown"),
-        ({"sched": "None", "warmup_epochs": 2, "layer_decay": 0.5}, "not apply warmup_epochs and layer_decay"),
+        (
+            {"sched": "None", "warmup_epochs": 2, "layer_decay": 0.5},
+            "not apply warmup_epochs and layer_decay",
+        ),
     ],
 )
 def test_contradictions(settings: dict[str, object], pattern: str) -> None:
@@ -99,26 +127,43 @@ def test_contradictions(settings: dict[str, object], pattern: str) -> None:
 
 
 def test_no_schedule_has_no_warm_up_and_a_constant_one_has() -> None:
-    none, constant = (load_recipe(None, {"sched": sched, "epochs": 20}) for sched in ("none", "constant"))
+    none, constant = (
+        load_recipe(None, {"sched": sched, "epochs": 20}) for sched in ("none", "constant")
+    )
     assert (none.warmup, constant.warmup) == (0, 2)
     assert load_recipe(None, {"sched": "none", "warmup_epochs": 0}).warmup == 0
 
 
 def references(first: str, more: str) -> str:
     """Thirty lines that each refer to the one before, twice: written out they would be gigabytes."""
-    return f"a0: &a0 {first}\n" + "".join(f"a{i}: &a{i} {more.format(f'a{i - 1}')}\n" for i in range(1, 31))
+    return f"a0: &a0 {first}\n" + "".join(
+        f"a{i}: &a{i} {more.format(f'a{i - 1}')}\n" for i in range(1, 31)
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
-        *(("lr: [1", "is not YAML"), ("- lr\n- epochs\n", "holds no settings"), ("lr: 1\nlr: 2", "sets lr twice")),
-        (references("[lol, lol]", "[*{0}, *{0}]") + "lr: *a30", "32 mistakes in .* unknown setting 'a0'"),
+        *(
+            ("lr: [1", "is not YAML"),
+            ("- lr\n- epochs\n", "holds no settings"),
+            ("lr: 1\nlr: 2", "sets lr twice"),
+        ),
+        (
+            references("[lol, lol]", "[*{0}, *{0}]") + "lr: *a30",
+            "32 mistakes in .* unknown setting 'a0'",
+        ),
         (references("{b: 1}", "{{<<: [*{0}, *{0}]}}"), "tag:yaml.org,2002:merge"),
-        *(("lr: &a [*a]", "lr should be a valid number"), ("lr: " + "[" * 3000 + "]" * 3000, "recursion")),
+        *(
+            ("lr: &a [*a]", "lr should be a valid number"),
+            ("lr: " + "[" * 3000 + "]" * 3000, "recursion"),
+        ),
         ("\n".join(f"k{i}: 1" for i in range(1800)), "1,800 mistakes"),
         ("\n".join(f"k{i}: 1" for i in range(100_000)), "more than 16,384"),
-        *(("lr: " + "9" * 5000, "Exceeds the limit"), ("val_split: 0x" + "f" * 5000, "val_split should be")),
+        *(
+            ("lr: " + "9" * 5000, "Exceeds the limit"),
+            ("val_split: 0x" + "f" * 5000, "val_split should be"),
+        ),
         ("epochs: 99999999999999999999", "epochs should be less than"),
         ("opt: " + "x" * 16_000, r"opt 'xxxx.*\.\.\.x+' is unknown"),
         ('"a\\nb\\e[2J": 1', r"unknown setting 'a\\nb\\x1b\[2J'"),
@@ -143,7 +188,11 @@ def test_what_is_not_there_or_no_file_is_not_read(tmp_path: Path) -> None:
     for path, error, words in (
         ("digit", UsageError, r"no recipe 'digit' .*; did you mean digits"),
         ("n" * 5000, UsageError, "no recipe 'nnn"),
-        (tmp_path / "absent.yaml", RetrofitError, r"cannot read the recipe .*, which is not there; check the path"),
+        (
+            tmp_path / "absent.yaml",
+            RetrofitError,
+            r"cannot read the recipe .*, which is not there; check the path",
+        ),
         (tmp_path / "pipe.yaml", RetrofitError, "not a regular file"),
         (tmp_path / "latin.yaml", RetrofitError, "codec can't decode"),
         (tmp_path, RetrofitError, "not a reg"),
@@ -155,7 +204,9 @@ def test_what_is_not_there_or_no_file_is_not_read(tmp_path: Path) -> None:
 @dataclass(frozen=True)
 class Said:  # what holds of a recipe's network and optimizer
     converted: tuple[int, int]  # norms, and how many there are
-    last_map: tuple[int, int]  # sides of what the classifier pools; or, of a ViT, its tokens and features
+    last_map: tuple[
+        int, int
+    ]  # sides of what the classifier pools; or, of a ViT, its tokens and features
     decay: str  # of "all" parameters; of "weights" of convolutions, linear layers and ProxyNorm
     eps: float | None  # the optimizer's, None where it has none
     proxied: tuple[int, int] = (0, 0)  # activations, and how many there are
@@ -167,7 +218,9 @@ SAID = {
     "cifar10-vit": [Said((17, 17), (65, 768), "all", 1e-8)],
     "digits": [],
     "imagenet-bnn-resnet50": [Said((53, 53), (7, 7), "weights", None)],
-    "imagenet-gn-pn-efficientnet": [Said((49, 49), (7, 7), "weights", 1e-3, proxied=(33, 65))],  # 32 in SE
+    "imagenet-gn-pn-efficientnet": [
+        Said((49, 49), (7, 7), "weights", 1e-3, proxied=(33, 65))
+    ],  # 32 in SE
     "imagenet-gn-pn-resnet50": [Said((49, 49), (7, 7), "all", None, proxied=(49, 49))],
     "imagenet-gn-ws-pn-resnet50": [
         Said((49, 49), (7, 7), "all", None, proxied=(49, 49), standardized=(53, 16)),
@@ -180,10 +233,16 @@ SAID = {
 }
 
 
-def commands(name: str) -> list[list[str]]:  # the arguments of `retrofit convert` in a recipe's header
+def commands(
+    name: str,
+) -> list[list[str]]:  # the arguments of `retrofit convert` in a recipe's header
     text = re.sub(r"^#", "", recipe_text(name).replace("\\\n#", ""), flags=re.MULTILINE)
     text = re.sub(r"  +(GN\S*|Evo\S*)$", "", text, flags=re.MULTILINE)
-    return [shlex.split(line)[2:] for line in text.splitlines() if line.strip().startswith("retrofit convert ")]
+    return [
+        shlex.split(line)[2:]
+        for line in text.splitlines()
+        if line.strip().startswith("retrofit convert ")
+    ]
 
 
 def network(given: dict[str, Any], side: int) -> nn.Module:
@@ -192,10 +251,14 @@ def network(given: dict[str, Any], side: int) -> nn.Module:
         return resnet18()
     kwargs = {**dict(given["model_kwargs"] or ()), "num_classes": given["num_classes"]}
     kwargs |= {"img_size": side} if "vit" in given["model"] else {}
-    return timm.create_model(given["model"], **{name: value for name, value in kwargs.items() if value})
+    return timm.create_model(
+        given["model"], **{name: value for name, value in kwargs.items() if value}
+    )
 
 
-@pytest.mark.parametrize(("name", "number"), [(name, i) for name, said in SAID.items() for i in range(len(said))])
+@pytest.mark.parametrize(
+    ("name", "number"), [(name, i) for name, said in SAID.items() for i in range(len(said))]
+)
 def test_the_network_and_its_optimizer_are_what_the_paper_says(name: str, number: int) -> None:
     said, found = SAID[name][number], commands(name)
     assert len(found) == len(SAID[name])
@@ -214,11 +277,17 @@ def test_the_network_and_its_optimizer_are_what_the_paper_says(name: str, number
     if said.proxied[1]:
         assert (proxied, len(activations)) == said.proxied
     standard = [module for module in model.modules() if isinstance(module, WeightStandardization)]
-    assert (len(standard), sum(module.scale is not None for module in standard)) == said.standardized
+    assert (
+        len(standard),
+        sum(module.scale is not None for module in standard),
+    ) == said.standardized
     recipe = load_recipe(name, {"data_dir": "somewhere"})
     optimizer = build_optimizer(model, recipe)
     assert {group.get("eps") for group in optimizer.param_groups} == {said.eps}
-    assert not any(group.get("nesterov") for group in optimizer.param_groups) or name == "imagenet-bnn-resnet50"
+    assert (
+        not any(group.get("nesterov") for group in optimizer.param_groups)
+        or name == "imagenet-bnn-resnet50"
+    )
     decay = by_parameter(optimizer.param_groups, "weight_decay")
     kept = getattr(model, "no_weight_decay", set)()
     for parameter_name, parameter in model.named_parameters():

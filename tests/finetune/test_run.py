@@ -39,7 +39,9 @@ def weights(folder: Path, name: str = "last") -> dict[str, Tensor]:
     return retrofit.load(folder / f"{name}.safetensors").state_dict()
 
 
-def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_and_its_folder(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, read = tmp_path / "run", []
 
     class Reader(Listener):
@@ -53,7 +55,9 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
     assert result.finished
     assert (result.best or 0) > 60  # three classes, one colour each
     assert not any("guessing" in note for note in listener.notes)
-    assert [step.strength for step in listener.steps][:3] == pytest.approx([2 / 24, 4 / 24, 6 / 24], abs=0.05)
+    assert [step.strength for step in listener.steps][:3] == pytest.approx(
+        [2 / 24, 4 / 24, 6 / 24], abs=0.05
+    )
     assert listener.steps[-1].strength == 1.0
     model = retrofit.load(folder / "last.safetensors")
     assert record_of(model).labels == ["ant", "bee", "cat"]
@@ -61,7 +65,9 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
     assert weights(folder, "best").keys() == model.state_dict().keys()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == result.rows
-    assert read == [(row, row, True) for row in rows]  # an epoch is told of once its files are there
+    assert read == [
+        (row, row, True) for row in rows
+    ]  # an epoch is told of once its files are there
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5, 6]
     table = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
     assert [float(row["train_loss"]) for row in table] == [row["train_loss"] for row in rows]
@@ -69,10 +75,14 @@ def test_a_run_and_its_folder(train: Train, tmp_path: Path, monkeypatch: pytest.
     assert sorted(os.listdir(folder / "state")) == ["last.pt", "previous.pt", "start.safetensors"]
 
 
-def test_the_best_is_of_the_strength_at_the_end(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_is_of_the_strength_at_the_end(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[None] = []
     identify = artifact.identify
-    monkeypatch.setattr(artifact, "identify", lambda *args: (built.append(None), identify(*args))[1])
+    monkeypatch.setattr(
+        artifact, "identify", lambda *args: (built.append(None), identify(*args))[1]
+    )
     falling = iter([8, 7, 5, 6])  # the way costs accuracy
     monkeypatch.setattr(run, "validate", lambda *_: Accuracy(10, next(falling), 9, 3, loss=0.5))
     result = train("run", epochs=4, strength_ramp=0.5)
@@ -89,14 +99,37 @@ def test_a_picture_that_fails_is_a_warning(train: Train, monkeypatch: pytest.Mon
     monkeypatch.setattr(run_report, "draw", DRAW)
     monkeypatch.setattr(Figure, "savefig", fail)
     listener = Listener()
-    assert train("run", small_network("lnn", "test_vit"), epochs=1, val_split=0.0, callback=listener).finished
-    assert "warning: a picture cannot be drawn (no ink left); the run is complete without it" in listener.notes
+    assert train(
+        "run", small_network("lnn", "test_vit"), epochs=1, val_split=0.0, callback=listener
+    ).finished
+    assert (
+        "warning: a picture cannot be drawn (no ink left); the run is complete without it"
+        in listener.notes
+    )
 
 
 def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
-    everything: dict[str, Any] = {"noise": 0.3, "noise_start": 0.2, "noise_ramp": 0.3, "mixup": 0.4, "aa": "rand-m5"}
-    everything |= {"model_ema": True, "model_ema_decay": 0.9, "reprob": 0.5, "grad_accum_steps": 2, "clip_grad": 1.0}
-    everything |= {"warmup_epochs": 1, "precise_bn": 5, "checkpoint_every": 2, "epochs": 3, "batch_size": 2}
+    everything: dict[str, Any] = {
+        "noise": 0.3,
+        "noise_start": 0.2,
+        "noise_ramp": 0.3,
+        "mixup": 0.4,
+        "aa": "rand-m5",
+    }
+    everything |= {
+        "model_ema": True,
+        "model_ema_decay": 0.9,
+        "reprob": 0.5,
+        "grad_accum_steps": 2,
+        "clip_grad": 1.0,
+    }
+    everything |= {
+        "warmup_epochs": 1,
+        "precise_bn": 5,
+        "checkpoint_every": 2,
+        "epochs": 3,
+        "batch_size": 2,
+    }
     whole = train("whole", **everything)
     with pytest.raises(RuntimeError, match="the power went"):
         train("broken", callback=Listener(5), **everything)
@@ -108,7 +141,9 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
     assert [row["train_loss"] for row in again.rows] == [row["train_loss"] for row in whole.rows]
 
 
-def test_the_noise_of_the_conversion_stays_unless_the_recipe_names_another(train: Train, tmp_path: Path) -> None:
+def test_the_noise_of_the_conversion_stays_unless_the_recipe_names_another(
+    train: Train, tmp_path: Path
+) -> None:
     for folder, settings, expected in (("kept", {}, 0.25), ("set", {"noise": 0.0}, 0.0)):
         network = small_network()
         for layer in strength_layers(network.model):
@@ -118,11 +153,20 @@ def test_the_noise_of_the_conversion_stays_unless_the_recipe_names_another(train
         assert {layer.noise for layer in layers} == {expected}
 
 
-def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(train: Train, tmp_path: Path) -> None:
+def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(
+    train: Train, tmp_path: Path
+) -> None:
     before = small_network("ln-pn").model.state_dict()["bn1.running_mean"]
     settings = {"strength_sched": "there-and-back", "strength_end": 0.0, "epochs": 3}
     listener = Listener()
-    result = train("run", small_network("ln-pn"), callback=listener, model_ema=True, model_ema_decay=0.5, **settings)
+    result = train(
+        "run",
+        small_network("ln-pn"),
+        callback=listener,
+        model_ema=True,
+        model_ema_decay=0.5,
+        **settings,
+    )
     assert max(step.strength or 0.0 for step in listener.steps) == 1.0
     assert result.rows[-1]["strength"] == 0.0
     assert result.best == max(row["val_top1"] for row in result.rows if row["strength"] == 0.0)
@@ -132,14 +176,21 @@ def test_there_and_back_ends_at_strength_0_with_constants_of_its_own(train: Trai
         assert not torch.allclose(found["bn1.running_mean"], before)
     raised = small_network()
     retrofit.set_strength(raised.model, 0.5)
-    for network in (open_model(str(tmp_path / "run" / "last.safetensors")), raised):  # trained since conversion
+    for network in (
+        open_model(str(tmp_path / "run" / "last.safetensors")),
+        raised,
+    ):  # trained since conversion
         with pytest.raises(RetrofitError, match="convert the source anew"):
             train("taught", network, teacher="source")
         assert not (tmp_path / "taught").exists()
 
 
-@pytest.mark.parametrize(("stood", "at_once"), [(3, True), (4, False)])  # within an epoch, at its end
-def test_stopped_anywhere_it_goes_on_from_there(train: Train, tmp_path: Path, stood: int, at_once: bool) -> None:
+@pytest.mark.parametrize(
+    ("stood", "at_once"), [(3, True), (4, False)]
+)  # within an epoch, at its end
+def test_stopped_anywhere_it_goes_on_from_there(
+    train: Train, tmp_path: Path, stood: int, at_once: bool
+) -> None:
     settings: dict[str, Any] = {"val_split": 0.0, "batch_size": 6}
     asked = iter([*[False] * (stood - 1), True])
     result = train("run", stop=lambda: next(asked), **settings)
@@ -151,7 +202,9 @@ def test_stopped_anywhere_it_goes_on_from_there(train: Train, tmp_path: Path, st
     assert (tmp_path / "run" / "best.safetensors").exists() == result.finished
 
 
-def test_a_run_goes_on_with_the_same_data_and_settings_alone(train: Train, tmp_path: Path, pictures: Path) -> None:
+def test_a_run_goes_on_with_the_same_data_and_settings_alone(
+    train: Train, tmp_path: Path, pictures: Path
+) -> None:
     """Without cats, ants and bees alone would be a new classifier's classes."""
     train("run", stop=lambda: True, val_split=0.0)
 
@@ -182,7 +235,10 @@ def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Pa
     train("run", resume=True)
     assert_same(whole, weights(tmp_path / "run"))
     torch.save({**torch.load(state / "last.pt", weights_only=True), "schema": 1}, state / "last.pt")
-    with pytest.raises(RetrofitError, match=r"last.pt was written by another version of retrofit; resume it with that"):
+    with pytest.raises(
+        RetrofitError,
+        match=r"last.pt was written by another version of retrofit; resume it with that",
+    ):
         train("run", resume=True)
     for path in state.glob("*.pt"):
         path.write_bytes(b"half of it")
@@ -196,9 +252,24 @@ GRADIENT = "the gradient of layer2.0.conv1.weight"
 @pytest.mark.parametrize(
     ("name", "after", "message", "good"),
     [
-        ("layer2.0.conv1.weight", 6, r"the loss .* step 7 of 8: layer2\.0\.bn\d .* went first; .*; lower `lr`", 4),
-        ("fc.bias", 4, r"fc\.bias is not finite at step 4 of 8: fc \(Linear\) went first", 0),  # and is never saved
-        (GRADIENT, 5, f"^{GRADIENT} is not finite at step 6 of 8: .* not `lr`; .* step 4; start .* `device`$", 4),
+        (
+            "layer2.0.conv1.weight",
+            6,
+            r"the loss .* step 7 of 8: layer2\.0\.bn\d .* went first; .*; lower `lr`",
+            4,
+        ),
+        (
+            "fc.bias",
+            4,
+            r"fc\.bias is not finite at step 4 of 8: fc \(Linear\) went first",
+            0,
+        ),  # and is never saved
+        (
+            GRADIENT,
+            5,
+            f"^{GRADIENT} is not finite at step 6 of 8: .* not `lr`; .* step 4; start .* `device`$",
+            4,
+        ),
     ],
 )
 def test_what_is_not_finite_is_named_and_the_last_good_state_kept(
@@ -222,12 +293,20 @@ def test_what_is_not_finite_is_named_and_the_last_good_state_kept(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"grad_accum_steps": 9}, "an epoch has 4 batches, a step takes 9; lower `grad_accum_steps`"),
+        (
+            {"grad_accum_steps": 9},
+            "an epoch has 4 batches, a step takes 9; lower `grad_accum_steps`",
+        ),
         ({"sync_norm": True}, "`sync_norm` finds no batch normalization"),
-        ({"amp": True, "amp_dtype": "float16", "device": "cpu"}, "bfloat16's; drop `amp_dtype='float16'`"),
+        (
+            {"amp": True, "amp_dtype": "float16", "device": "cpu"},
+            "bfloat16's; drop `amp_dtype='float16'`",
+        ),
     ],
 )
-def test_what_this_run_cannot_do_is_refused(train: Train, settings: dict[str, Any], message: str) -> None:
+def test_what_this_run_cannot_do_is_refused(
+    train: Train, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RetrofitError, match=message):
         train("run", small_network("ln"), **settings)
 
@@ -248,11 +327,18 @@ def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) 
         train("other", val_split=0.0)
 
 
-def test_the_source_teaches_on_unlabelled_images(train: Train, pictures: Path, tmp_path: Path) -> None:
+def test_the_source_teaches_on_unlabelled_images(
+    train: Train, pictures: Path, tmp_path: Path
+) -> None:
     for number, file in enumerate(sorted(pictures.rglob("*.png"))):
         file.rename(tmp_path / f"{number}.png")
     shutil.rmtree(pictures)
-    settings = {"teacher": "source", "task_loss_weight": 0.0, "strength_ramp": 0.0, "freeze": "all-but-norm"}
+    settings = {
+        "teacher": "source",
+        "task_loss_weight": 0.0,
+        "strength_ramp": 0.0,
+        "freeze": "all-but-norm",
+    }
     settings |= {"data_dir": str(tmp_path), "epochs": 4, "lr": 1e-2, "no_aug": True}
     result = train("run", small_network("ln-pn"), **settings)
     assert 0 < result.rows[-1]["train_loss"] < result.rows[0]["train_loss"]
@@ -263,7 +349,9 @@ def test_the_source_teaches_on_unlabelled_images(train: Train, pictures: Path, t
     assert all(".conv" not in name and "fc" not in name for name in changed)
 
 
-def test_a_trained_network_that_was_converted_teaches_and_its_run_can_be_resumed(train: Train, tmp_path: Path) -> None:
+def test_a_trained_network_that_was_converted_teaches_and_its_run_can_be_resumed(
+    train: Train, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"teacher": "source", "epochs": 1, "strength_ramp": 0.0}
     train("plain", small_network(None), epochs=1)
     network = open_model(str(tmp_path / "plain" / "last.safetensors"))
@@ -273,8 +361,9 @@ def test_a_trained_network_that_was_converted_teaches_and_its_run_can_be_resumed
 
 
 def test_mixed_precision_and_channels_last(train: Train) -> None:
-    # At 16 pixels a strided convolution meets a map of 1 x 1, where oneDNN leaves bfloat16's weight gradient unwritten
-    # on a CPU with AVX-512 (torch 2.15: torch.nn.Conv2d(16, 16, 3, stride=2, padding=1) on (4, 16, 1, 1)).
+    # At 16 pixels a strided convolution meets a map of 1 x 1, where oneDNN leaves bfloat16's weight
+    # gradient unwritten on a CPU with AVX-512 (torch 2.15: torch.nn.Conv2d(16, 16, 3, stride=2,
+    # padding=1) on (4, 16, 1, 1)).
     assert train("run", small_network(size=32), epochs=1, amp=True, channels_last=True).finished
 
 
@@ -288,13 +377,22 @@ def test_statistics_are_those_of_the_training_images(train: Train, tmp_path: Pat
         model = retrofit.load(tmp_path / "run" / f"{name}.safetensors")
         found = {key: value.clone() for key, value in model.named_buffers() if "running" in key}
         update_bn([batch], model)  # torch's
-        torch.testing.assert_close(found, {key: model.get_buffer(key) for key in found}, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found, {key: model.get_buffer(key) for key in found}, rtol=1e-4, atol=1e-4
+        )
 
 
-def test_a_new_head_is_trained_and_unconverted_layers_are_frozen_whole(train: Train, tmp_path: Path) -> None:
+def test_a_new_head_is_trained_and_unconverted_layers_are_frozen_whole(
+    train: Train, tmp_path: Path
+) -> None:
     network, listener = open_model("test_resnet", img_size=16, model_kwargs=HALF), Listener()
     network.model, _ = retrofit.convert(network.model, "bnn", skip=["layer2"], check=False)
-    settings = {"freeze": "all-but-norm", "model_ema": True, "model_ema_decay": 0.5, "strength_ramp": 1.0}
+    settings = {
+        "freeze": "all-but-norm",
+        "model_ema": True,
+        "model_ema_decay": 0.5,
+        "strength_ramp": 1.0,
+    }
     train("run", network, epochs=1, callback=listener, **settings)
     assert "new classifier: 3 outputs in place of 1000, initialized to zero" in listener.notes
     start = weights(tmp_path / "run" / "state", "start")
@@ -322,9 +420,20 @@ def work(rank: int, folder: str) -> None:
 
     data.evaluate = listen  # type: ignore[assignment]
     for average in (False, True):
-        store, patience = f"file://{folder}/store-{average}", timedelta(minutes=5)  # where the other process fails
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
-        settings = {**SMALL, "batch_size": 2, "model_ema": average, "model_ema_decay": 0.5, "device": "cpu"}
+        store, patience = (
+            f"file://{folder}/store-{average}",
+            timedelta(minutes=5),
+        )  # where the other process fails
+        dist.init_process_group(
+            "gloo", init_method=store, rank=rank, world_size=2, timeout=patience
+        )
+        settings = {
+            **SMALL,
+            "batch_size": 2,
+            "model_ema": average,
+            "model_ema_decay": 0.5,
+            "device": "cpu",
+        }
         recipe = Recipe(data_dir=f"{folder}/pictures", **settings)
         run.finetune(small_network(), recipe, Path(folder) / f"run-{average}")
     torch.save(seen, f"{folder}/{rank}.pt")

@@ -14,7 +14,11 @@ from retrofit.finetune.run_state import owned
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def fill(folder: Path, *names: str) -> None:  # make files, and folders where a name ends in "/"
@@ -29,7 +33,9 @@ def held(lock: Path) -> Iterator[None]:  # let another process hold a lock until
     hold = "import pathlib, time; from retrofit.utils.files import acquire; "
     hold += f"print(acquire(pathlib.Path({str(lock)!r})), flush=True); time.sleep(60)"
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", hold], cwd=root, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], cwd=root, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "True\n"
         yield
         process.kill()
@@ -41,7 +47,10 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path: Path) 
     before = contents(folder)
     with held(folder / ".lock"):
         for resume in (False, True):
-            with pytest.raises(RetrofitError, match=r"another process trains in .*run; give another `folder`, or res"):
+            with pytest.raises(
+                RetrofitError,
+                match=r"another process trains in .*run; give another `folder`, or res",
+            ):
                 owned(folder, resume).__enter__()
             assert contents(folder) == {**before, ".lock": b""}
     with owned(folder, resume=True):  # a kill releases it
@@ -59,7 +68,9 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path: Path) 
     ],
     ids=len,
 )
-def test_a_run_killed_before_its_first_state_leaves_an_unused_folder(tmp_path: Path, left: tuple[str, ...]) -> None:
+def test_a_run_killed_before_its_first_state_leaves_an_unused_folder(
+    tmp_path: Path, left: tuple[str, ...]
+) -> None:
     fill(tmp_path / "run", *left)
     with owned(tmp_path / "run", resume=False):
         assert contents(tmp_path / "run") == {".lock": (tmp_path / "run" / ".lock").read_bytes()}
@@ -71,7 +82,13 @@ def test_a_run_killed_before_its_first_state_leaves_an_unused_folder(tmp_path: P
     [
         ("recipe.yaml",),  # the user's own
         ("photo.png", "state/start.safetensors"),
-        ("recipe.yaml", "state/start.safetensors", "state/last.pt", "metrics.jsonl", "best.safetensors"),
+        (
+            "recipe.yaml",
+            "state/start.safetensors",
+            "state/last.pt",
+            "metrics.jsonl",
+            "best.safetensors",
+        ),
         ("recipe.yaml", "state/start.safetensors", "state/last.pt"),  # a run that is not over yet
         ("recipe.yaml", "state/start.safetensors", "state/previous.pt"),
         ("recipe.yaml", "state/start.safetensors", "state/notes"),
@@ -80,7 +97,9 @@ def test_a_run_killed_before_its_first_state_leaves_an_unused_folder(tmp_path: P
 )
 def test_what_no_killed_run_leaves_is_kept(tmp_path: Path, there: tuple[str, ...]) -> None:
     fill(tmp_path / "run", *there)
-    with pytest.raises(RetrofitError, match=r"run exists; give another `folder`, or go on with .* `resume`"):
+    with pytest.raises(
+        RetrofitError, match=r"run exists; give another `folder`, or go on with .* `resume`"
+    ):
         owned(tmp_path / "run", resume=False).__enter__()
     assert contents(tmp_path / "run").keys() == set(there)
 
@@ -88,14 +107,23 @@ def test_what_no_killed_run_leaves_is_kept(tmp_path: Path, there: tuple[str, ...
 def test_resuming_removes_the_temporary_files_of_the_dead_alone(tmp_path: Path) -> None:
     dead = ("state/.last.pt.0a1b2c3d.tmp", ".curves.png.0a1b2c3d.tmp")
     fill(tmp_path, *(f"{name}/{file}" for name in dead for file in ("half", "lock")))
-    fill(tmp_path, "state/last.pt", ".best.safetensors.11111111.tmp/half", ".best.safetensors.notes.tmp")
+    fill(
+        tmp_path,
+        "state/last.pt",
+        ".best.safetensors.11111111.tmp/half",
+        ".best.safetensors.notes.tmp",
+    )
     with held(tmp_path / ".best.safetensors.11111111.tmp" / "lock"), owned(tmp_path, resume=True):
         left = {path.name for path in tmp_path.rglob("*.tmp")}
     assert left == {".best.safetensors.11111111.tmp", ".best.safetensors.notes.tmp"}
 
 
-@pytest.mark.parametrize(("folder", "others"), [("run", ()), ("deep/run", ()), ("run", ("somebody.txt",))])
-def test_a_run_that_fails_removes_what_it_made_alone(tmp_path: Path, folder: str, others: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("folder", "others"), [("run", ()), ("deep/run", ()), ("run", ("somebody.txt",))]
+)
+def test_a_run_that_fails_removes_what_it_made_alone(
+    tmp_path: Path, folder: str, others: tuple[str, ...]
+) -> None:
     def fail() -> None:
         with owned(tmp_path / folder, resume=False):
             fill(tmp_path / folder, "recipe.yaml", "state/start.safetensors", *others)

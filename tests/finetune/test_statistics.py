@@ -1,4 +1,6 @@
-"""Running statistics estimated again, recentred, frozen, and taken over two processes by `sync_norms`."""
+"""Running statistics estimated again, recentred, frozen, and taken over two processes by
+`sync_norms`.
+"""
 
 import copy
 import multiprocessing
@@ -18,13 +20,20 @@ from torch.optim.swa_utils import update_bn as torchs
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.finetune.statistics import local_norms, sync_norms
-from retrofit.layers import BatchNormalNorm2d, BatchNormalNormAct2d, SyncBatchNormalNorm, SyncBatchNormalNormAct
+from retrofit.layers import (
+    BatchNormalNorm2d,
+    BatchNormalNormAct2d,
+    SyncBatchNormalNorm,
+    SyncBatchNormalNormAct,
+)
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedBatchNorm2d
 from retrofit.layers.migrated_group_norm import MigratedGroupNorm
 from tests.finetune.conftest import assert_same
 from tests.layers.cases import statistics
 
-LOADER = [torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) * 2 + 1 for i in range(4)]
+LOADER = [
+    torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(i)) * 2 + 1 for i in range(4)
+]
 
 
 def network(to: str | None, strength: float = 0.5) -> nn.Module:
@@ -46,11 +55,15 @@ def test_at_strength_0_it_is_torchs(to: str | None) -> None:
     for name, wanted in statistics(source).items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-3, atol=1e-4)
     assert not any(module.training for module in model.modules())
-    assert {module.momentum for module in model.modules() if hasattr(module, "running_mean")} == {0.1}
+    assert {module.momentum for module in model.modules() if hasattr(module, "running_mean")} == {
+        0.1
+    }
 
 
 @pytest.mark.parametrize(("to", "layers"), [("bnn", 15), ("dbnn", 15), ("gn", 0)])
-def test_lambda_and_whitening_are_estimated_too_and_migrated_statistics_stay(to: str, layers: int) -> None:
+def test_lambda_and_whitening_are_estimated_too_and_migrated_statistics_stay(
+    to: str, layers: int
+) -> None:
     model = network(to, 1.0)
     before = statistics(model)
     assert retrofit.update_bn([(images, None) for images in LOADER], model) == layers
@@ -83,7 +96,9 @@ def test_frozen_layers_evaluate_in_training(to: str | None) -> None:
     ],
     ids=["empty", "nan", "large", "shape"],
 )
-def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wrong: list[Tensor], said: str) -> None:
+def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(
+    to: str, wrong: list[Tensor], said: str
+) -> None:
     model = network(to)
     retrofit.update_bn(LOADER, model)
     model.bn1.frozen = True
@@ -91,10 +106,14 @@ def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(to: str, wr
     with pytest.raises((RetrofitError, RuntimeError), match=said):
         retrofit.update_bn(wrong, model)
     assert_same(model.state_dict(), before)
-    assert all(layer.momentum is not None for layer in model.modules() if isinstance(layer, _BatchNorm))
+    assert all(
+        layer.momentum is not None for layer in model.modules() if isinstance(layer, _BatchNorm)
+    )
 
 
-def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> None:  # as the head for training alone of Inception
+def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> (
+    None
+):  # as the head for training alone of Inception
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     model[1].head = nn.BatchNorm2d(4)
     model[1].head.running_mean.fill_(5)
@@ -112,10 +131,16 @@ def migrated(groups: int) -> nn.Module:  # two migrated norms whose moments are 
         norm.gain.uniform_(0.7, 1.4)
         nn.init.uniform_(norm.weight, 0.5, 1.5)
         nn.init.normal_(norm.bias)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 8, 3), norms[1]).double()
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 8, 3), norms[1]
+    ).double()
 
 
-BATCHES = list((1 + 2 * torch.randn(12, 3, 12, 12, generator=torch.Generator().manual_seed(1)).double()).split(4))
+BATCHES = list(
+    (1 + 2 * torch.randn(12, 3, 12, 12, generator=torch.Generator().manual_seed(1)).double()).split(
+        4
+    )
+)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -131,9 +156,13 @@ def test_recentred_is_the_same_at_strength_1_and_nearer_at_strength_0(groups: in
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5 if groups == 1 else 1e-3)
     scale, shift = model[1].input_affine()
     grouped = (model[0](x) * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)).reshape(12, groups, -1)
-    k = torch.rsqrt(grouped.var(2, correction=0) + model[1].group_eps)  # the moments are those of torch's group norm
+    k = torch.rsqrt(
+        grouped.var(2, correction=0) + model[1].group_eps
+    )  # the moments are those of torch's group norm
     torch.testing.assert_close(k.mean(0), torch.ones(groups).double(), rtol=0, atol=1e-4)
-    torch.testing.assert_close((grouped.mean(2) * k).mean(0), torch.zeros(groups).double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        (grouped.mean(2) * k).mean(0), torch.zeros(groups).double(), rtol=0, atol=1e-6
+    )
     retrofit.set_strength(model, 0.0)
     assert (model(x) - after).square().mean() < 0.2 * far
 
@@ -153,19 +182,28 @@ def test_images_that_are_not_finite_change_nothing(value: float) -> None:
     assert_same(model.state_dict(), before)
 
 
-BATCH = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)).double(), torch.arange(8) % 5
+BATCH = (
+    torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(1)).double(),
+    torch.arange(8) % 5,
+)
 
 
 def synchronizable() -> nn.Module:
     torch.manual_seed(0)
-    first, second = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (nn.Conv2d(8, 8, 3), BatchNormAct2d(8))
+    first, second = (
+        (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()),
+        (nn.Conv2d(8, 8, 3), BatchNormAct2d(8)),
+    )
     model = nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(512, 5))
     return retrofit.convert(model, "bnn", check=False, strength=0.7)[0].double().train()
 
 
 def work(rank: int, folder: Path) -> None:  # train one step with half the batch
     torch.set_num_threads(1)
-    store, patience = f"file://{folder}/store", timedelta(minutes=5)  # where the other process fails
+    store, patience = (
+        f"file://{folder}/store",
+        timedelta(minutes=5),
+    )  # where the other process fails
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
     model = synchronizable()
     assert sync_norms(model) == 2
@@ -178,7 +216,9 @@ def work(rank: int, folder: Path) -> None:  # train one step with half the batch
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """This one and another, no fork of it: autograd's threads, which an earlier test may have started, forbid that."""
+    """This one and another, no fork of it: autograd's threads, which an earlier test may have
+    started, forbid that.
+    """
     other = multiprocessing.get_context("spawn").Process(target=work, args=(1, tmp_path))
     other.start()
     work(0, tmp_path)
@@ -201,10 +241,20 @@ def test_only_the_class_changes_and_comes_back() -> None:
     before = copy.deepcopy(model.state_dict())
     parameters = list(model.parameters())
     assert sync_norms(model, "cpu") == 2
-    assert [type(layer) for layer in model] == [SyncBatchNormalNorm, SyncBatchNormalNormAct, nn.BatchNorm2d]
+    assert [type(layer) for layer in model] == [
+        SyncBatchNormalNorm,
+        SyncBatchNormalNormAct,
+        nn.BatchNorm2d,
+    ]
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    copy.deepcopy(model)(torch.randn(4, 3, 2, 2))  # without a process group, and as a copy, they go on as they are
+    copy.deepcopy(model)(
+        torch.randn(4, 3, 2, 2)
+    )  # without a process group, and as a copy, they go on as they are
     with local_norms(model):
-        assert [type(layer) for layer in model] == [BatchNormalNorm2d, BatchNormalNormAct2d, nn.BatchNorm2d]
+        assert [type(layer) for layer in model] == [
+            BatchNormalNorm2d,
+            BatchNormalNormAct2d,
+            nn.BatchNorm2d,
+        ]
     assert type(model[0]) is SyncBatchNormalNorm
     assert model.state_dict().keys() == before.keys()

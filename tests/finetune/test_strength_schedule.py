@@ -1,4 +1,6 @@
-"""The course of strength and noise, step by step; with a trainer around it: tests/integrations/test_callbacks.py."""
+"""The course of strength and noise, step by step; with a trainer around it:
+tests/integrations/test_callbacks.py.
+"""
 
 from typing import Any
 
@@ -27,18 +29,28 @@ def network(*strengths: float) -> nn.Sequential:
         ((0, 0), {"ramp": 0.0}, [(1, 1)] * 5),  # at once
         ((0.25, 0.25), {"shape": "off"}, [(0.25, 0.25)] * 5),
         ((0, 0), {"start": 0.2, "end": 0.8}, [(t, t) for t in (0.2, 0.35, 0.5, 0.65, 0.8)]),
-        ((0, 0), {"shape": "cosine", "end": 0.8}, [(t, t) for t in (0, 0.11715729, 0.4, 0.68284271, 0.8)]),
+        (
+            (0, 0),
+            {"shape": "cosine", "end": 0.8},
+            [(t, t) for t in (0, 0.11715729, 0.4, 0.68284271, 0.8)],
+        ),
         # Layers that stand higher, as after an earlier conversion or training, are not taken back.
         ((0.5, 0), {}, [(0.5, 0), (0.625, 0.25), (0.75, 0.5), (0.875, 0.75), (1, 1)]),
         ((1, 1), {}, [(1, 1)] * 5),
         ((0.5, 0.5), {"start": 0.75}, [(t, t) for t in (0.75, 0.8125, 0.875, 0.9375, 1)]),
         ((1, 0), {"end": 0.0}, [(1, 0), (0.75, 0), (0.5, 0), (0.25, 0), (0, 0)]),
         ((0.5, 0.5), {"start": 1.0, "end": 0.0}, [(t, t) for t in (1, 0.75, 0.5, 0.25, 0)]),
-        ((1, 0), {"shape": "there-and-back", "end": 0.0}, [(1, 0), (1, 0.5), (1, 1), (0.5, 0.5), (0, 0)]),
+        (
+            (1, 0),
+            {"shape": "there-and-back", "end": 0.0},
+            [(1, 0), (1, 0.5), (1, 1), (0.5, 0.5), (0, 0)],
+        ),
     ],
     ids=str,
 )
-def test_the_course_of_each_layer(stood: tuple[float, float], options: Any, expected: list[tuple[int, int]]) -> None:
+def test_the_course_of_each_layer(
+    stood: tuple[float, float], options: Any, expected: list[tuple[int, int]]
+) -> None:
     model = network(*stood)
     schedule = StrengthSchedule(model, 4, **{"ramp": 1.0, **options})
     for each in expected:
@@ -56,7 +68,9 @@ def test_there_and_back_turns_in_the_middle() -> None:
     remaining, turning = zip(*course, strict=True)
     assert remaining == (2, 1.75, 1.5, 1.25, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0, 0)
     assert [step for step, turns in enumerate(turning) if turns] == [8]
-    assert StrengthSchedule(network(0.5, 0.0), 2, ramp=1.0, end=0.0).remaining == 0.5  # of the one furthest from it
+    assert (
+        StrengthSchedule(network(0.5, 0.0), 2, ramp=1.0, end=0.0).remaining == 0.5
+    )  # of the one furthest from it
     assert StrengthSchedule(network(0.5, 0.0), 2, shape="off").remaining == 0
 
 
@@ -75,17 +89,27 @@ def test_noise_has_a_course_of_its_own_in_few_values_since_each_is_compiled_anew
 
 def test_a_schedule_built_when_the_layers_have_moved_goes_on_from_its_state() -> None:
     model = network(1.0, 0.0)
-    schedule = StrengthSchedule(model, 4, ramp=1.0, end=0.5, noise=0.2, noise_start=0.0, noise_ramp=1.0)
+    schedule = StrengthSchedule(
+        model, 4, ramp=1.0, end=0.5, noise=0.2, noise_start=0.0, noise_ramp=1.0
+    )
     schedule.step()
-    again = StrengthSchedule(model, 4, ramp=1.0, end=0.5, noise=0.2, noise_start=0.0, noise_ramp=1.0)
+    again = StrengthSchedule(
+        model, 4, ramp=1.0, end=0.5, noise=0.2, noise_start=0.0, noise_ramp=1.0
+    )
     retrofit.set_strength(model, 0.9)  # whatever has become of them
     again.load_state_dict(schedule.state_dict())
     for expected in ((0.875, 0.125, 0.05), (0.75, 0.25, 0.1)):
-        assert (float(model[0].strength), float(model[2].strength), model[0].noise) == pytest.approx(expected)
+        assert (
+            float(model[0].strength),
+            float(model[2].strength),
+            model[0].noise,
+        ) == pytest.approx(expected)
         again.step()
 
 
-@pytest.mark.parametrize("state", [5, {}, {"steps": 4, "starts": [0.0]}, {"steps": "x", "starts": [0.0, 0.0]}])
+@pytest.mark.parametrize(
+    "state", [5, {}, {"steps": 4, "starts": [0.0]}, {"steps": "x", "starts": [0.0, 0.0]}]
+)
 def test_the_state_of_something_else_changes_nothing(state: Any) -> None:
     model = network()
     schedule = StrengthSchedule(model, 8, ramp=1.0)
@@ -101,8 +125,15 @@ def test_the_state_of_something_else_changes_nothing(state: Any) -> None:
     [
         ({"shape": "square"}, "linear, cosine, there-and-back, off"),
         ({"shape": "there-and-back"}, "returns to a strength below 1"),
-        *(({"ramp": 1.5}, "`ramp` is a fraction"), ({"noise_start": -0.1}, "`noise_start` is a fraction")),
-        *(({"end": 2.0}, "strength must lie"), ({"noise": -1.0}, "noise must be"), ({"total_steps": 0}, "total_steps")),
+        *(
+            ({"ramp": 1.5}, "`ramp` is a fraction"),
+            ({"noise_start": -0.1}, "`noise_start` is a fraction"),
+        ),
+        *(
+            ({"end": 2.0}, "strength must lie"),
+            ({"noise": -1.0}, "noise must be"),
+            ({"total_steps": 0}, "total_steps"),
+        ),
     ],
 )
 def test_refusals(options: dict[str, object], pattern: str) -> None:
@@ -127,5 +158,10 @@ def test_a_callback_stands_where_the_step_is_and_goes_on_from_its_state() -> Non
     resumed.load_state_dict(walk.state_dict())
     resumed.begin(model, 8, 4)  # the model is that of the checkpoint, on its way
     assert strength_of(model) == resumed.strength == 0.5
-    with pytest.raises(UsageError, match=r"`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule`"):
-        Walk(shape="there-and-back", end=0.0)  # nothing would estimate the constants anew at the turn
+    with pytest.raises(
+        UsageError,
+        match=r"`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule`",
+    ):
+        Walk(
+            shape="there-and-back", end=0.0
+        )  # nothing would estimate the constants anew at the turn

@@ -25,7 +25,9 @@ def _smp(decoder: str, encoder: str) -> Built:
 def _monai(name: str, **options: Any) -> Built:
     from monai.networks import nets
 
-    return getattr(nets, name)(**options), image(1, 16, 16, 16) if options.get("spatial_dims") == 3 else image()
+    return getattr(nets, name)(**options), image(1, 16, 16, 16) if options.get(
+        "spatial_dims"
+    ) == 3 else image()
 
 
 def _ultralytics(config: str) -> Built:
@@ -70,7 +72,12 @@ _MONAI: tuple[tuple[str, dict[str, Any]], ...] = (
     ("HighResNet", _DEEP),
 )
 _SMALL = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
-_VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+_VIT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 _TRANSFORMERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("ResNet", {**_SMALL, "embedding_size": 8, "layer_type": "basic"}),
     ("RegNet", {**_SMALL, "embedding_size": 8, "groups_width": 8}),
@@ -90,7 +97,10 @@ _TRANSFORMERS: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 NETWORKS: dict[str, Callable[[], Built]] = {
     **{f"smp {pair}": partial(_smp, *pair.split()) for pair in _SMP.replace("\n", " ").split(", ")},
-    **{f"monai {name} {own.get('spatial_dims', 2)}d": partial(_monai, name, **own) for name, own in _MONAI},
+    **{
+        f"monai {name} {own.get('spatial_dims', 2)}d": partial(_monai, name, **own)
+        for name, own in _MONAI
+    },
     **{
         f"ultralytics {name}": partial(_ultralytics, name)
         for name in ("yolov8n", "yolov8n-seg", "yolov8n-cls", "yolo11n", "yolov5n")
@@ -100,13 +110,19 @@ NETWORKS: dict[str, Callable[[], Built]] = {
 }
 
 
-def build(name: str) -> Built:  # build a network from the same random numbers each time, its running statistics moved
+def build(
+    name: str,
+) -> Built:  # build a network from the same random numbers each time, its running statistics moved
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):
         model, inputs = NETWORKS[name]()
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         if getattr(module, "running_var", None) is not None:
-            module.running_mean.copy_(0.2 * torch.randn(module.running_mean.shape, generator=generator))
-            module.running_var.copy_(0.5 + torch.rand(module.running_var.shape, generator=generator))
+            module.running_mean.copy_(
+                0.2 * torch.randn(module.running_mean.shape, generator=generator)
+            )
+            module.running_var.copy_(
+                0.5 + torch.rand(module.running_var.shape, generator=generator)
+            )
     return model.eval().float(), inputs

@@ -1,8 +1,10 @@
-"""Networks of libraries that retrofit does not know, from conversion to ONNX: each is right, or refused as listed.
+"""Networks of libraries that retrofit does not know, from conversion to ONNX: each is right, or
+refused as listed.
 
-Run with `--group foreign`. Each network is converted, its strength is raised, it is saved, loaded into a fresh build,
-made plain, folded and exported; what comes out is compared with the converted network in PyTorch here, apart from the
-comparisons that retrofit makes. Folding is tried by itself where `export`, which writes the folded network, is refused.
+Run with `--group foreign`. Each network is converted, its strength is raised, it is saved, loaded
+into a fresh build, made plain, folded and exported; what comes out is compared with the converted
+network in PyTorch here, apart from the comparisons that retrofit makes. Folding is tried by itself
+where `export`, which writes the folded network, is refused.
 """
 
 import collections
@@ -30,11 +32,14 @@ STEPS = ("convert", "load", "fold", "plain", "export")
 REFUSED = {
     "smp Segformer mit_b0": "is LayerNorm on random inputs, but not on those of the shape that the network gives it",
 }
-# ONNX Runtime computes something else than PyTorch for convolutions that standardize their weights by F.batch_norm.
+# ONNX Runtime computes something else than PyTorch for convolutions that standardize their weights
+# by F.batch_norm.
 REFUSED_STEPS = {("transformers Bit", "export"): "ONNX Runtime differs from PyTorch by"}
 
 
-def answers(model: Any, inputs: Any) -> list[Tensor]:  # the tensors that a network answers with, in order
+def answers(
+    model: Any, inputs: Any
+) -> list[Tensor]:  # the tensors that a network answers with, in order
     torch.manual_seed(0)
     with torch.no_grad():
         answer = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -49,8 +54,12 @@ def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-3)
 
 
 def target_of(model: nn.Module) -> str:  # a target that converts what the network holds most of
-    families = collections.Counter(norm.family for norm in find_norms(model) if norm.status == "known")
-    return {"bn": "ln", "ln": "lnn", "gn": "gnn", "in": "inn"}[families.most_common(1)[0][0] or "bn"]
+    families = collections.Counter(
+        norm.family for norm in find_norms(model) if norm.status == "known"
+    )
+    return {"bn": "ln", "ln": "lnn", "gn": "gnn", "in": "inn"}[
+        families.most_common(1)[0][0] or "bn"
+    ]
 
 
 class Case:  # a converted network, and a method a step
@@ -59,7 +68,9 @@ class Case:  # a converted network, and a method a step
         source, self.given = build(name)
         self.inputs = self.given if isinstance(self.given, Mapping) else (self.given,)
         self.target = target_of(source)
-        self.batch = 2 if name.startswith("ultralytics") else None  # their heads keep the shape of the first call
+        self.batch = (
+            2 if name.startswith("ultralytics") else None
+        )  # their heads keep the shape of the first call
         before = answers(source, self.given)
         self.model, self.report = retrofit.convert(source, self.target, inputs=self.inputs)
         assert_same(before, answers(self.model, self.given), 1e-4)
@@ -85,7 +96,11 @@ class Case:  # a converted network, and a method a step
         plain = retrofit.plain(self.model, inputs=self.inputs)
         assert_same(answers(self.model, self.given), answers(plain, self.given))
         retrofit.set_strength(self.model, strength or 0.5)
-        ours = {type(module).__name__ for module in plain.modules() if type(module).__module__.startswith("retrofit")}
+        ours = {
+            type(module).__name__
+            for module in plain.modules()
+            if type(module).__module__.startswith("retrofit")
+        }
         assert ours <= {"ConstantAffine", "TrainedAffine"}
 
     def export(self) -> None:
@@ -94,8 +109,12 @@ class Case:  # a converted network, and a method a step
         session = onnxruntime.InferenceSession(str(path))
         given = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
         names = [one.name for one in session.get_inputs()]
-        found = session.run(None, {name: value.numpy() for name, value in zip(names, given, strict=True)})
-        assert_same(self.expected, [torch.from_numpy(one) for one in found if one.dtype.kind == "f"])
+        found = session.run(
+            None, {name: value.numpy() for name, value in zip(names, given, strict=True)}
+        )
+        assert_same(
+            self.expected, [torch.from_numpy(one) for one in found if one.dtype.kind == "f"]
+        )
 
 
 @pytest.fixture(scope="module")

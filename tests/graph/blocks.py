@@ -1,4 +1,6 @@
-"""Small blocks, one for each way that code calls norms and activations. At module level, so that they pickle."""
+"""Small blocks, one for each way that code calls norms and activations. At module level, so that
+they pickle.
+"""
 
 from typing import Any
 
@@ -7,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Block(nn.Module):  # two convolutions, two norms and one shared activation, for the blocks below to call
+class Block(
+    nn.Module
+):  # two convolutions, two norms and one shared activation, for the blocks below to call
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
@@ -15,7 +19,9 @@ class Block(nn.Module):  # two convolutions, two norms and one shared activation
         self.relu = nn.ReLU(inplace=True)
 
 
-class Shared(Block):  # one in-place activation module after two norms and after the residual addition
+class Shared(
+    Block
+):  # one in-place activation module after two norms and after the residual addition
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.conv1(self.relu(self.bn2(self.conv2(out))))
@@ -29,7 +35,9 @@ class Functional(Block):
         return F.leaky_relu(self.bn2(self.conv2(x)), 0.3)
 
 
-class BehindDropout(Block):  # the activation comes after a dropout that depends on the block's own mode
+class BehindDropout(
+    Block
+):  # the activation comes after a dropout that depends on the block's own mode
     def __init__(self) -> None:
         super().__init__()
         self.drop = nn.Dropout2d(0.5)
@@ -59,14 +67,18 @@ class TrainOnly(Block):  # a second call in train mode, before the call that bot
 
 
 class Optional(Block):  # an optional argument that callers pass, and others that they leave out
-    def forward(self, x: Tensor, shortcut: Tensor | None = None, *rest: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(
+        self, x: Tensor, shortcut: Tensor | None = None, *rest: Tensor, scale: float = 1.0
+    ) -> Tensor:
         if shortcut is None:
             shortcut = x
         x = F.relu(self.bn1(self.conv1(x))) * scale
         return F.relu(self.bn2(self.conv2(x))) + shortcut
 
 
-class Remembers(Block):  # sets an attribute, and makes a tensor that a graph could only hold as a constant
+class Remembers(
+    Block
+):  # sets an attribute, and makes a tensor that a graph could only hold as a constant
     last: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +112,9 @@ class Branching(nn.Module):  # control flow that depends on the data
         return F.relu(self.bn(x)) if x.mean() > 0 else self.block(x)
 
 
-class Iterating(nn.Module):  # a loop over the data, which no trace can follow, around a block that can be traced
+class Iterating(
+    nn.Module
+):  # a loop over the data, which no trace can follow, around a block that can be traced
     def __init__(self) -> None:
         super().__init__()
         self.block, self.bn, self.act = Shared(), nn.BatchNorm2d(4), nn.ReLU()
@@ -121,7 +135,10 @@ class Custom(Block):  # one activation at two places; timm's SwishMe is a class 
 class Indexed(Block):  # a loop that finds its norms by number; the last step has none
     def __init__(self) -> None:
         super().__init__()
-        self.convs, self.norms = nn.ModuleList([self.conv1, self.conv2]), nn.ModuleList([self.bn1, self.bn2])
+        self.convs, self.norms = (
+            nn.ModuleList([self.conv1, self.conv2]),
+            nn.ModuleList([self.bn1, self.bn2]),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for index in range(len(self.norms)):
@@ -151,7 +168,9 @@ class Held(Block):  # a function that the block holds in an attribute, and a con
         return F.leaky_relu(self.bn2(self.conv2(self.act(self.bn1(self.conv1(x))))), self.slope)
 
 
-class Elsewhere(Block):  # an activation in a function that is no method of the block, and one in a decorated method
+class Elsewhere(
+    Block
+):  # an activation in a function that is no method of the block, and one in a decorated method
     def forward(self, x: Tensor) -> Tensor:
         return self.decorated(activated(self.bn1(self.conv1(x))))
 
@@ -167,7 +186,12 @@ def activated(x: Tensor) -> Tensor:
 class Gate(nn.Module):  # a squeeze-excite with a norm, and a sigmoid gate after a norm
     def __init__(self) -> None:
         super().__init__()
-        self.bn, self.fc1, self.bn_se, self.act = nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1), nn.BatchNorm2d(2), nn.SiLU()
+        self.bn, self.fc1, self.bn_se, self.act = (
+            nn.BatchNorm2d(4),
+            nn.Conv2d(4, 2, 1),
+            nn.BatchNorm2d(2),
+            nn.SiLU(),
+        )
         self.fc2, self.conv = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1)
         self.bn_gate, self.gate = nn.BatchNorm2d(4), nn.Sigmoid()
 
@@ -179,7 +203,9 @@ class Gate(nn.Module):  # a squeeze-excite with a norm, and a sigmoid gate after
 
 
 class Wrapped(nn.Module):
-    """An activation in a module of its own, with a buffer, so that a replacement shows in the state dict."""
+    """An activation in a module of its own, with a buffer, so that a replacement shows in the state
+    dict.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

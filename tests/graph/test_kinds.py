@@ -80,7 +80,15 @@ def counting(self: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "module",
     [
-        *(nn.ReLU(inplace=True), nn.PReLU(3), nn.Softplus(), nn.Hardtanh(), SquaredReLU(), StarReLU(), HardSwishMe()),
+        *(
+            nn.ReLU(inplace=True),
+            nn.PReLU(3),
+            nn.Softplus(),
+            nn.Hardtanh(),
+            SquaredReLU(),
+            StarReLU(),
+            HardSwishMe(),
+        ),
         Calls(lambda self, x: x * self.relu6(x + 3) / 6),
     ],
     ids=lambda module: type(module).__name__,
@@ -112,15 +120,36 @@ def test_weights_that_are_changed_in_forward_take_no_fold() -> None:
     halved = nn.Conv2d(2, 2, 1)
     nn.utils.parametrize.register_parametrization(halved, "bias", nn.Identity())
     normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 1))
-    assert all(map(kinds.is_plain_affine, (nn.Conv2d(2, 2, 1), type("Simple", (nn.Conv3d,), {})(2, 2, 1))))
-    assert not any(map(kinds.is_plain_affine, (StdConv2d(2, 2, 1), normed, halved, nn.BatchNorm2d(2))))
+    assert all(
+        map(kinds.is_plain_affine, (nn.Conv2d(2, 2, 1), type("Simple", (nn.Conv3d,), {})(2, 2, 1)))
+    )
+    assert not any(
+        map(kinds.is_plain_affine, (StdConv2d(2, 2, 1), normed, halved, nn.BatchNorm2d(2)))
+    )
 
 
 def test_norms_and_drops_of_every_library() -> None:
-    norms = nn.BatchNorm1d(2), nn.InstanceNorm2d(2), nn.LayerNorm(2), layers.LayerNorm2d(2), layers.BatchNormAct2d(2)
-    others = layers.EvoNorm2dS0(32), layers.FilterResponseNormTlu2d(2), layers.InplaceAbn(2), ops.FrozenBatchNorm2d(2)
+    norms = (
+        nn.BatchNorm1d(2),
+        nn.InstanceNorm2d(2),
+        nn.LayerNorm(2),
+        layers.LayerNorm2d(2),
+        layers.BatchNormAct2d(2),
+    )
+    others = (
+        layers.EvoNorm2dS0(32),
+        layers.FilterResponseNormTlu2d(2),
+        layers.InplaceAbn(2),
+        ops.FrozenBatchNorm2d(2),
+    )
     assert all(map(kinds.is_norm, (*norms, *others)))
-    drops = nn.Dropout2d(), nn.AlphaDropout(), layers.DropPath(), layers.DropBlock2d(), ops.DropBlock2d(0.1, 3)
+    drops = (
+        nn.Dropout2d(),
+        nn.AlphaDropout(),
+        layers.DropPath(),
+        layers.DropBlock2d(),
+        ops.DropBlock2d(0.1, 3),
+    )
     assert all(map(kinds.is_drop, (*drops, ops.StochasticDepth(0.1, "row"))))
     assert not any(map(kinds.is_norm, drops))
     assert not any(map(kinds.is_drop, norms))

@@ -36,7 +36,9 @@ def direct(model: nn.Module) -> list[Any]:  # the sites with an activation
     return [site for site in found.sites if site.activation is not None]
 
 
-def wrap(model: nn.Module) -> int:  # replace every activation that directly follows a norm by itself, wrapped
+def wrap(
+    model: nn.Module,
+) -> int:  # replace every activation that directly follows a norm by itself, wrapped
     sites = direct(model)
     for site in sites:
         assert not rewrite_problem(model, site.activation)
@@ -67,8 +69,14 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }  # fmt: skip
 GRAPHS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "a graph": (lambda: torch.fx.symbolic_trace(blocks.Functional()), 2),
-    "a graph in a network": (lambda: nn.Sequential(torch.fx.symbolic_trace(blocks.Indexed()), blocks.Shared()), 4),
-    "a graph for each mode": (lambda: create_feature_extractor(blocks.BehindDropout(), ["silu"]), 2),
+    "a graph in a network": (
+        lambda: nn.Sequential(torch.fx.symbolic_trace(blocks.Indexed()), blocks.Shared()),
+        4,
+    ),
+    "a graph for each mode": (
+        lambda: create_feature_extractor(blocks.BehindDropout(), ["silu"]),
+        2,
+    ),
 }
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     **SMALL,
@@ -97,7 +105,9 @@ def test_the_same_function_in_eval_and_in_train(name: str) -> None:
     assert len(extra) == count
     assert all(key.endswith("seen") for key in extra)
     assert type(model).__qualname__ == type(source).__qualname__
-    assert_same(source, model, torch.randn(2, 4, 32, 32) if "net" in name and name not in GRAPHS else X)
+    assert_same(
+        source, model, torch.randn(2, 4, 32, 32) if "net" in name and name not in GRAPHS else X
+    )
 
 
 def negated(_module: nn.Module, _args: Any, output: Any) -> Any:  # a hook that changes what passes
@@ -120,7 +130,10 @@ def test_compiles_whole(name: str) -> None:
     source, model = pair(name)
     wrap(model)
     torch._dynamo.reset()
-    assert_same(source, torch.compile(model, fullgraph=True, backend="aot_eager" if name == "shared" else "eager"))
+    assert_same(
+        source,
+        torch.compile(model, fullgraph=True, backend="aot_eager" if name == "shared" else "eager"),
+    )
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["from one search", "searching again"])
@@ -159,9 +172,13 @@ def test_a_loop_in_another_order_keeps_norms_and_activations_together() -> None:
     for site, act in zip(direct(model), (nn.Tanh(), nn.Sigmoid()), strict=True):
         replace_activation(model, site, act, "act")
     model.norms = nn.ModuleList([model.bn2, model.bn1])
-    assert torch.equal(model(X), torch.tanh(model.bn1(model.conv2(model.bn2(model.conv1(X)).sigmoid()))))
+    assert torch.equal(
+        model(X), torch.tanh(model.bn1(model.conv2(model.bn2(model.conv1(X)).sigmoid())))
+    )
     model.norms[0] = nn.Identity()  # no norm that is known: as the code has it
-    assert torch.equal(model(X), torch.tanh(model.bn1(model.conv2(F.leaky_relu(model.conv1(X), 0.2)))))
+    assert torch.equal(
+        model(X), torch.tanh(model.bn1(model.conv2(F.leaky_relu(model.conv1(X), 0.2))))
+    )
 
 
 def test_optional_arguments_may_be_given_or_not() -> None:
@@ -169,7 +186,12 @@ def test_optional_arguments_may_be_given_or_not() -> None:
     model = copy.deepcopy(source)
     wrap(model)
     assert inspect.signature(model.forward) == inspect.signature(source.forward)
-    for call in (lambda m: m(X), lambda m: m(X, X * 2), lambda m: m(X, None, X), lambda m: m(X, scale=2.0)):
+    for call in (
+        lambda m: m(X),
+        lambda m: m(X, X * 2),
+        lambda m: m(X, None, X),
+        lambda m: m(X, scale=2.0),
+    ):
         assert torch.equal(call(model), call(source))
 
 

@@ -1,4 +1,6 @@
-"""Tracing: what it covers, and that it leaves the model as it was; and the sites of norms and activations."""
+"""Tracing: what it covers, and that it leaves the model as it was; and the sites of norms and
+activations.
+"""
 
 import warnings
 from collections import Counter
@@ -62,9 +64,12 @@ def test_both_modes_are_traced_where_they_differ(make: Callable[[], nn.Module]) 
 
 
 @pytest.mark.parametrize(
-    ("make", "paths"), [(blocks.Branching, 2), (blocks.SamePad, 6), (blocks.Refuses, 1), (blocks.Shared, 1)]
+    ("make", "paths"),
+    [(blocks.Branching, 2), (blocks.SamePad, 6), (blocks.Refuses, 1), (blocks.Shared, 1)],
 )
-def test_every_path_is_followed_but_those_that_end_in_an_error(make: Callable[[], nn.Module], paths: int) -> None:
+def test_every_path_is_followed_but_those_that_end_in_an_error(
+    make: Callable[[], nn.Module], paths: int
+) -> None:
     flows = Flows(make())
     assert not flows.failures
     assert len(flows.flows) == 2 * paths  # in both modes
@@ -91,7 +96,11 @@ def test_a_detector_is_covered_by_its_backbone() -> None:
     model = tv.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
     flows = Flows(model)
     assert names(flows) == ["backbone.body"]
-    assert all(len(flows.calls[module]) == 2 for module in model.modules() if isinstance(module, nn.BatchNorm2d))
+    assert all(
+        len(flows.calls[module]) == 2
+        for module in model.modules()
+        if isinstance(module, nn.BatchNorm2d)
+    )
 
 
 def test_a_class_that_fx_cannot_enter_is_one_step_and_has_a_graph_of_its_own() -> None:
@@ -103,7 +112,9 @@ def test_a_class_that_fx_cannot_enter_is_one_step_and_has_a_graph_of_its_own() -
 
 
 def test_hooks_do_not_run_and_make_a_block_one_step_to_what_is_around_it() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.ReLU(), nn.Conv2d(4, 4, 1)
+    )
     assert find_sites(model).sites[0].activation is not None
     model[0].register_forward_hook(lambda *_: 1 / 0)
     model.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -124,7 +135,10 @@ def test_hooks_do_not_run_and_make_a_block_one_step_to_what_is_around_it() -> No
 )
 def test_counts(make: Callable[[], nn.Module], counts: dict[str, int], left: int) -> None:
     found = find_sites(make(), is_bn)
-    assert Counter(site.activation.kind if site.activation else "none" for site in found.sites) == counts
+    assert (
+        Counter(site.activation.kind if site.activation else "none" for site in found.sites)
+        == counts
+    )
     assert len(found.unmatched) == left
     assert set(found.uncovered) <= {"bn2"}  # of blocks that call one norm
 
@@ -135,9 +149,18 @@ def test_a_shared_activation_is_told_apart_by_call() -> None:
     by_norm: dict[str, Any] = {site.norm: site for site in found.sites}
     stem, act = by_norm["bn1"].activation, by_norm["layer2.1.bn2"].activation
     assert (stem.kind, stem.name, stem.owner) == ("module", "relu", "")
-    assert (act.kind, act.name, act.owner, act.selector) == ("call", "layer2.1.relu#1", "layer2.1", None)
+    assert (act.kind, act.name, act.owner, act.selector) == (
+        "call",
+        "layer2.1.relu#1",
+        "layer2.1",
+        None,
+    )
     last = by_norm["layer2.1.bn3"]
-    assert (last.owner_type, last.activation, last.reason) == ("Bottleneck", None, "residual addition")
+    assert (last.owner_type, last.activation, last.reason) == (
+        "Bottleneck",
+        None,
+        "residual addition",
+    )
     assert {left.reason for left in found.unmatched} == {"after a residual addition"}
     assert not any(site.last_before_pool for site in found.sites)
 
@@ -161,7 +184,9 @@ def test_fused_and_absent_activations() -> None:
 def test_one_block_called_after_different_norms() -> None:
     act = nn.Sequential(nn.ReLU())
     found = find_sites(nn.Sequential(nn.BatchNorm2d(4), act, nn.BatchNorm2d(4), act), is_bn)
-    assert {site.reason for site in found.sites} == {"the call of its activation follows other layers too"}
+    assert {site.reason for site in found.sites} == {
+        "the call of its activation follows other layers too"
+    }
     assert [left.name for left in found.unmatched] == ["1.0"]
 
 
@@ -176,12 +201,18 @@ def test_what_no_trace_can_follow() -> None:
     assert [site.norm for site in found.sites] == ["block.bn1", "block.bn2"]
     assert list(found.uncovered) == ["bn"]
     assert found.uncovered["bn"].startswith("Iterating cannot be traced: TraceError")
-    assert [(act.name, act.reason) for act in found.unmatched if act.name == "act"] == [("act", found.uncovered["bn"])]
+    assert [(act.name, act.reason) for act in found.unmatched if act.name == "act"] == [
+        ("act", found.uncovered["bn"])
+    ]
 
 
-def test_a_conversion_searches_once_and_counts_once_what_cannot_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_searches_once_and_counts_once_what_cannot_be_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     runs = []
-    monkeypatch.setattr(planning, "find_sites", lambda *args: runs.append(args) or find_sites(*args))
+    monkeypatch.setattr(
+        planning, "find_sites", lambda *args: runs.append(args) or find_sites(*args)
+    )
     model = nn.Sequential(nn.Conv2d(3, 4, 1), blocks.Iterating(), blocks.Shared())
     _, report = retrofit.convert(model, "ln-pn", check=False)
     assert len(runs) == 1  # below: 2 of each `Shared`, whose third follows an addition
@@ -193,7 +224,9 @@ def test_uncalled_and_root_norms() -> None:
     model.spare, model.spare_act = nn.BatchNorm2d(4), nn.ReLU()
     found = find_sites(model, is_bn)
     assert found.uncovered == {"spare": "never called by the model's forward"}
-    assert "never called by the model's forward" in {act.reason for act in found.unmatched if act.name == "spare_act"}
+    assert "never called by the model's forward" in {
+        act.reason for act in found.unmatched if act.name == "spare_act"
+    }
     assert find_sites(nn.BatchNorm2d(4), is_bn).uncovered == {"": "it is the whole model"}
 
 
@@ -216,7 +249,9 @@ def test_squeeze_excite_and_gates() -> None:
         (tv.googlenet, [f"inception5b.branch{branch}.bn" for branch in ("1", "2.1", "3.1", "4.1")]),
     ],
 )
-def test_the_last_activation_before_the_pooling(make: Callable[[], nn.Module], last: list[str]) -> None:
+def test_the_last_activation_before_the_pooling(
+    make: Callable[[], nn.Module], last: list[str]
+) -> None:
     with torch.device("meta"), warnings.catch_warnings(action="ignore"):
         model = make()
     assert [site.norm for site in find_sites(model, is_bn).sites if site.last_before_pool] == last

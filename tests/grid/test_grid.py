@@ -1,8 +1,9 @@
 """Every target through every command: each cell is right, or refused as listed.
 
-A cell starts from a network with random weights, affines and statistics, converted by the command line, its running
-lambdas random too. What a cell must answer is computed apart from the command: from the plain network, or from the
-converted one in PyTorch. No cell skips: what cannot be answered stands in `REFUSED` with its message.
+A cell starts from a network with random weights, affines and statistics, converted by the command
+line, its running lambdas random too. What a cell must answer is computed apart from the command:
+from the plain network, or from the converted one in PyTorch. No cell skips: what cannot be answered
+stands in `REFUSED` with its message.
 """
 
 from __future__ import annotations
@@ -40,10 +41,22 @@ from tests.pictures import COLOURS, write_folder
 SIZE = 32
 STRENGTHS = (0.0, 0.5, 1.0)
 
-# A network that holds the target's source, and another target that still finds something in it afterwards.
+# A network that holds the target's source, and another target that still finds something in it
+# afterwards.
 COATNET = "test_coatnet"  # BatchNorm and LayerNorm
 OWN = "py:tests.grid.networks:build"  # GroupNorm and InstanceNorm
-FROM_BATCH_NORM = ("bnn", "gn", "ln", "gn-pn", "ln-pn", "frozen", "dbn", "dbnn", "evonorm-s0", "frn-tlu")
+FROM_BATCH_NORM = (
+    "bnn",
+    "gn",
+    "ln",
+    "gn-pn",
+    "ln-pn",
+    "frozen",
+    "dbn",
+    "dbnn",
+    "evonorm-s0",
+    "frn-tlu",
+)
 NETWORKS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(FROM_BATCH_NORM, (COATNET, "lnn")),
     **dict.fromkeys(("lnn", "normal"), (COATNET, "bnn")),
@@ -56,7 +69,11 @@ UNMOVED = {"bnn", "dbn", "dbnn", "gn-pn, from GroupNorm"}  # nothing changes unt
 
 # (command, row of `NETWORKS`, strength): what the one line of the refusal says.
 REFUSED: dict[tuple[str, str, float], str] = {
-    **{("again", row, t): f"nothing to convert to {NETWORKS[row][1]}" for row in ("normal", "gnn") for t in (0.0, 0.5)},
+    **{
+        ("again", row, t): f"nothing to convert to {NETWORKS[row][1]}"
+        for row in ("normal", "gnn")
+        for t in (0.0, 0.5)
+    },
     **{("bake", row, 0.0): "is at strength 0 already" for row in NETWORKS},
     **{("bake", row, 0.0): "no converted layer that has a strength" for row in WITHOUT_STRENGTH},
     ("bake", "gn-pn, from GroupNorm", 0.5): "is constant at inference already",
@@ -64,10 +81,28 @@ REFUSED: dict[tuple[str, str, float], str] = {
 
 COMMANDS: dict[str, Callable[[Network], None]] = {}
 QUICK = {"convert", "again", "save", "evaluate"}  # the others are run with the slow tests
-BLIND = {"resume", "poly", "half", "int8", "bench"}  # they see parameters or operations, whatever the layers are
-EVERY_STRENGTH = {"bnn", "lnn", "ln-pn"}  # running statistics, statistics of the input, proxy normalization
-EVERY_COMMAND = {*EVERY_STRENGTH, "dbnn", "evonorm-s0"}  # whitening, normalization and activation in one
-WRITTEN = {*EVERY_COMMAND, "gnn, own", "inn, own"}  # one of each kind of form that an exported file holds
+BLIND = {
+    "resume",
+    "poly",
+    "half",
+    "int8",
+    "bench",
+}  # they see parameters or operations, whatever the layers are
+EVERY_STRENGTH = {
+    "bnn",
+    "lnn",
+    "ln-pn",
+}  # running statistics, statistics of the input, proxy normalization
+EVERY_COMMAND = {
+    *EVERY_STRENGTH,
+    "dbnn",
+    "evonorm-s0",
+}  # whitening, normalization and activation in one
+WRITTEN = {
+    *EVERY_COMMAND,
+    "gnn, own",
+    "inn, own",
+}  # one of each kind of form that an exported file holds
 
 
 def command(function: Any) -> Any:  # make a function a row of the grid, named after it
@@ -75,20 +110,34 @@ def command(function: Any) -> Any:  # make a function a row of the grid, named a
     return function
 
 
-class Network:  # a converted network in a folder of its own, and `source`, the plain network that it came from
+# a converted network in a folder of its own, and `source`, the plain network that it came from
+class Network:
     def __init__(self, row: str, strength: float, folder: Path) -> None:
         self.row = row
         self.target, self.strength, self.folder = row.partition(",")[0], strength, folder
         self.name, self.other = NETWORKS[row]
-        self.own = ["--network", OWN] if self.name == OWN else []  # what builds it is said anew each time
+        self.own = (
+            ["--network", OWN] if self.name == OWN else []
+        )  # what builds it is said anew each time
         self.source = open_model(self.name, num_classes=3, img_size=SIZE).model.eval()
         randomize(self.source)
         save_file(self.source.state_dict(), folder / "weights.safetensors")
         self.untouched = folder / "untouched.safetensors"  # what the command wrote
-        self.artifact = folder / "a.safetensors"  # with running lambdas and covariances that have moved
+        self.artifact = (
+            folder / "a.safetensors"
+        )  # with running lambdas and covariances that have moved
         strength_flag = [] if self.target in WITHOUT_STRENGTH else ["--strength", strength]
         groups = ["--groups", 2] if row in ("gn", "gn-pn") else []
-        flags = ["--to", self.target, "--img-size", SIZE, "--num-classes", 3, *strength_flag, *groups]
+        flags = [
+            "--to",
+            self.target,
+            "--img-size",
+            SIZE,
+            "--num-classes",
+            3,
+            *strength_flag,
+            *groups,
+        ]
         files = ["--checkpoint", "weights.safetensors", "-o", self.untouched]
         self.converted = self.run("convert", self.name, *flags, *files, "--json")
         model = self.load(self.untouched).train()
@@ -108,18 +157,24 @@ class Network:  # a converted network in a folder of its own, and `source`, the 
         return json.loads(result.stdout) if result.stdout.strip() else {}
 
     def load(self, path: Path | None = None) -> nn.Module:
-        return retrofit.load(path or self.artifact, into=build(img_size=SIZE) if self.own else None).eval()
+        return retrofit.load(
+            path or self.artifact, into=build(img_size=SIZE) if self.own else None
+        ).eval()
 
     @cached_property
     def pictures(self) -> Path:  # pictures of three classes, eight each
         root = write_folder(self.folder / "pictures", wrong=0, each=8)
         noise = np.random.default_rng(0)
-        for file in sorted(root.rglob("*.png")):  # of one colour, they leave channels without variance
+        for file in sorted(
+            root.rglob("*.png")
+        ):  # of one colour, they leave channels without variance
             colours = np.asarray(Image.open(file)) + noise.normal(0, 40, (30, 40, 3))
             Image.fromarray(colours.clip(0, 255).astype(np.uint8)).save(file)
         return root
 
-    def prepared(self) -> tuple[Tensor, Tensor]:  # the pictures as timm prepares them, and their classes
+    def prepared(
+        self,
+    ) -> tuple[Tensor, Tensor]:  # the pictures as timm prepares them, and their classes
         transform = create_transform(**record_of(self.load()).preprocess.to_dict())
         files = sorted(self.pictures.rglob("*.png"))
         labels = torch.tensor([sorted(COLOURS).index(file.parent.name) for file in files])
@@ -127,7 +182,22 @@ class Network:  # a converted network in a folder of its own, and `source`, the 
 
     @cached_property
     def trained(self) -> Path:  # the folder of a run to its end
-        words = ["--epochs", 2, "-b", 4, "-j", 0, "--val-split", 0.25, "--lr", 1e-3, "--device", "cpu", "-o", "whole"]
+        words = [
+            "--epochs",
+            2,
+            "-b",
+            4,
+            "-j",
+            0,
+            "--val-split",
+            0.25,
+            "--lr",
+            1e-3,
+            "--device",
+            "cpu",
+            "-o",
+            "whole",
+        ]
         self.run("finetune", self.artifact, *self.own, "--data-dir", self.pictures, *words)
         return self.folder / "whole"
 
@@ -162,7 +232,9 @@ def gap(one: Any, other: Any) -> float:
 
 def strengths(model: nn.Module) -> dict[str, float]:
     layers = model.named_modules()
-    return {name: float(module.strength) for name, module in layers if isinstance(module, StrengthMixin)}
+    return {
+        name: float(module.strength) for name, module in layers if isinstance(module, StrengthMixin)
+    }
 
 
 @command
@@ -171,7 +243,9 @@ def convert(network: Network) -> None:  # strength 0 is the source, and every ot
     assert check["passed"] if network.target not in NOT_IDENTICAL else not check["identity"]
     assert network.converted["counts"]["converted"] > 0
     model = network.load(network.untouched)
-    identical = network.target not in NOT_IDENTICAL and (network.strength == 0 or network.target == "frozen")
+    identical = network.target not in NOT_IDENTICAL and (
+        network.strength == 0 or network.target == "frozen"
+    )
     if identical:
         assert gap(network.source, model) < 1e-4
     elif network.row not in UNMOVED:
@@ -201,8 +275,12 @@ def save(network: Network) -> None:  # saved and loaded, it is the same network,
 
 
 @command
-def evaluate(network: Network) -> None:  # the accuracy is that of the network in PyTorch, on pictures prepared by timm
-    found = network.run("evaluate", network.artifact, *network.own, "--data-dir", network.pictures, "--json", "-j0")
+def evaluate(
+    network: Network,
+) -> None:  # the accuracy is that of the network in PyTorch, on pictures prepared by timm
+    found = network.run(
+        "evaluate", network.artifact, *network.own, "--data-dir", network.pictures, "--json", "-j0"
+    )
     assert found["top1"] == pytest.approx(top1(network), abs=100 / 24)  # one picture may be a tie
 
 
@@ -217,19 +295,29 @@ def fold(network: Network) -> None:  # the folded network answers as the convert
     assert gap(model, retrofit.fold(model)) < 1e-4
 
 
-def epochs(folder: Path) -> list[dict[str, str]]:  # what a run wrote of each epoch, but for its speed
+def epochs(
+    folder: Path,
+) -> list[dict[str, str]]:  # what a run wrote of each epoch, but for its speed
     rows = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
-    return [{name: text for name, text in row.items() if name != "images_per_second"} for row in rows]
+    return [
+        {name: text for name, text in row.items() if name != "images_per_second"} for row in rows
+    ]
 
 
 @command
 def finetune(network: Network) -> None:
-    """Fine-tuned to the end, it stands at full strength, its weights are others and as good as their figures say."""
+    """Fine-tuned to the end, it stands at full strength, its weights are others and as good as
+    their figures say.
+    """
     assert [row["epoch"] for row in epochs(network.trained)] == ["1", "2"]
     model = network.load(network.trained / "last.safetensors")
-    assert set(strengths(model).values()) == (set() if network.target in WITHOUT_STRENGTH else {1.0})
+    assert set(strengths(model).values()) == (
+        set() if network.target in WITHOUT_STRENGTH else {1.0}
+    )
     before = dict(network.load().named_parameters())
-    moved = [name for name, value in model.named_parameters() if not torch.equal(value, before[name])]
+    moved = [
+        name for name, value in model.named_parameters() if not torch.equal(value, before[name])
+    ]
     assert len(moved) > len(before) / 2
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
 
@@ -256,13 +344,17 @@ def answers(path: Path) -> Callable[[Tensor], Tensor]:  # what ONNX Runtime comp
 
 
 def difference(network: Network, most: float, words: tuple[str, ...]) -> None:
-    """Export with pictures; how far the file is off on those that it was not fitted on is what the command says."""
+    """Export with pictures; how far the file is off on those that it was not fitted on is what the
+    command says.
+    """
     given = ["--calibrate", network.pictures, "-o", "a.onnx", "--force", "--json"]
     found = network.run("export", network.artifact, *network.own, *given, *words)
     judged = network.prepared()[0][1::2]
     with torch.no_grad():
         expected = network.load()(judged)
-    share = float((answers(network.folder / "a.onnx")(judged) - expected).abs().max() / expected.abs().max())
+    share = float(
+        (answers(network.folder / "a.onnx")(judged) - expected).abs().max() / expected.abs().max()
+    )
     assert found["precision"] == {"--half": "float16", "--int8": "int8"}.get(words[0], "float32")
     said = found["parity"]
     assert said["passed"]
@@ -276,7 +368,8 @@ def exact(network: Network) -> None:  # ONNX Runtime answers as the network does
     assert gap(network.load(), answers(network.folder / "exact.onnx")) < 1e-4
 
 
-# An approximation is as near as it has to be, a file in float16 is near; of INT8 it is said how far it is off.
+# An approximation is as near as it has to be, a file in float16 is near; of INT8 it is said how far
+# it is off.
 COMMANDS["poly"] = partial(difference, most=0.05 + 1e-4, words=("--fold", "poly"))
 COMMANDS["half"] = partial(difference, most=0.1, words=("--half", "--tolerance", "1"))
 COMMANDS["int8"] = partial(difference, most=math.inf, words=("--int8", "--tolerance", "10"))
@@ -284,7 +377,15 @@ COMMANDS["int8"] = partial(difference, most=math.inf, words=("--int8", "--tolera
 
 @command
 def bake(network: Network) -> None:  # what is baked stands at strength 0, and exports as it is
-    words = ["--calibrate", network.pictures, "--tolerance", "100", "-o", "baked.safetensors", "--json"]
+    words = [
+        "--calibrate",
+        network.pictures,
+        "--tolerance",
+        "100",
+        "-o",
+        "baked.safetensors",
+        "--json",
+    ]
     found = network.run("bake", network.artifact, *network.own, *words)
     baked = network.load(network.folder / "baked.safetensors")
     expected = {row["name"]: 0.0 if row["baked"] else network.strength for row in found["layers"]}
@@ -296,9 +397,13 @@ def bake(network: Network) -> None:  # what is baked stands at strength 0, and e
 
 @command
 def diagnose(network: Network) -> None:
-    """Every converted layer is measured, or said not to be, and the accuracy on clean pictures is the network's."""
+    """Every converted layer is measured, or said not to be, and the accuracy on clean pictures is
+    the network's.
+    """
     words = ["--images", 24, "-b", 6, "--channels", 2, "-o", "diagnosis", "--json"]
-    found = network.run("diagnose", network.artifact, *network.own, "--data-dir", network.pictures, *words)
+    found = network.run(
+        "diagnose", network.artifact, *network.own, "--data-dir", network.pictures, *words
+    )
     (measured,) = found["networks"].values()
     layers = {row["name"] for row in network.converted["layers"] if row["status"] == "converted"}
     fused = set(measured["unmeasured"])  # normalization and activation are one
@@ -308,39 +413,54 @@ def diagnose(network: Network) -> None:
 
 
 @command
-def bench(network: Network) -> None:  # it is measured against its source, in evaluation and in training
+def bench(
+    network: Network,
+) -> None:  # it is measured against its source, in evaluation and in training
     found = network.run("bench", network.artifact, *network.own, "-b", 2, "--rounds", 3, "--json")
     assert [cost["mode"] for cost in found["costs"]] == ["eval", "eval", "train", "train"]
     converted, source = found["networks"].values()
     assert (converted["target"], source["target"]) == (network.target, None)
-    assert converted["strength"] == (None if network.target in WITHOUT_STRENGTH else network.strength)
+    assert converted["strength"] == (
+        None if network.target in WITHOUT_STRENGTH else network.strength
+    )
 
 
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float], Network]:
     """Convert each network once a process: its cells follow one another."""
-    return lru_cache(1)(lambda row, strength: Network(row, strength, tmp_path_factory.mktemp("grid")))
+    return lru_cache(1)(
+        lambda row, strength: Network(row, strength, tmp_path_factory.mktemp("grid"))
+    )
 
 
 def cells() -> Iterator[Any]:
     """Every command of every target; those of one network follow one another.
 
-    Three kinds of target are tried at every strength, the others at 0 and 0.5; with slow commands at 0.5 alone, where
-    no layer has a simpler form, and `BLIND` ones for five kinds at their highest. `fold` is tried where `exact`, which
-    folds too, is not. By default every target is converted, and quick commands are tried for the three kinds.
+    Three kinds of target are tried at every strength, the others at 0 and 0.5; with slow commands
+    at 0.5 alone, where no layer has a simpler form, and `BLIND` ones for five kinds at their
+    highest. `fold` is tried where `exact`, which folds too, is not. By default every target is
+    converted, and quick commands are tried for the three kinds.
     """
     for row in NETWORKS:
         kind = row in EVERY_STRENGTH
-        strengths = STRENGTHS[:1] if row in WITHOUT_STRENGTH else STRENGTHS if kind else STRENGTHS[:2]
+        strengths = (
+            STRENGTHS[:1] if row in WITHOUT_STRENGTH else STRENGTHS if kind else STRENGTHS[:2]
+        )
         for strength in strengths:
             middle = strength == 0.5 or row in WITHOUT_STRENGTH
-            tried = COMMANDS.keys() - {"fold" if row in WRITTEN else "exact"} if middle or kind else {*QUICK, "fold"}
+            tried = (
+                COMMANDS.keys() - {"fold" if row in WRITTEN else "exact"}
+                if middle or kind
+                else {*QUICK, "fold"}
+            )
             if row not in EVERY_COMMAND or strength < strengths[-1]:
                 tried -= BLIND
             for name in [name for name in COMMANDS if name in tried]:
                 default = middle and name in QUICK and (kind or name == "convert")
                 marks = [] if default or (name, row) == ("convert", "bnn") else [pytest.mark.slow]
-                yield pytest.param(name, row, strength, id=f"{name}-{row}-{strength:g}", marks=marks)
+                yield pytest.param(
+                    name, row, strength, id=f"{name}-{row}-{strength:g}", marks=marks
+                )
 
 
 def test_the_grid_holds_every_target() -> None:
@@ -355,12 +475,16 @@ def test_the_documentation_counts_the_cells() -> None:
 
 
 @pytest.mark.parametrize(("name", "row", "strength"), list(cells()))
-def test_cell(name: str, row: str, strength: float, networks: Callable[[str, float], Network]) -> None:
+def test_cell(
+    name: str, row: str, strength: float, networks: Callable[[str, float], Network]
+) -> None:
     network = networks(row, strength)
     if (expected := REFUSED.get((name, row, strength))) is None:
         COMMANDS[name](network)
         return
-    with pytest.raises(AssertionError) as refusal:  # the command's own error line, which `Network.run` found
+    with pytest.raises(
+        AssertionError
+    ) as refusal:  # the command's own error line, which `Network.run` found
         COMMANDS[name](network)
     assert str(refusal.value).count("error: ") <= 1
     assert expected in str(refusal.value)

@@ -1,4 +1,6 @@
-"""Opening labelled images: which files are images of which class and what their pixels are, and what is refused."""
+"""Opening labelled images: which files are images of which class and what their pixels are, and
+what is refused.
+"""
 
 import gzip
 import os
@@ -31,11 +33,19 @@ from tests.pictures import PLAIN, Colours, write_folder, write_tar
         ("pictures", {"channels": 4}, "model takes 4; build"),
         ("pictures", {"class_map": "absent.txt"}, "cannot read the class map"),
         ("pictures", {"class_map": "map.csv"}, "cannot read the class map"),
-        (None, {"dataset": "digits", "class_map": "map.txt"}, r"9 .* 10 classes are .* \(1, 2, 3 and 6 more"),
+        (
+            None,
+            {"dataset": "digits", "class_map": "map.txt"},
+            r"9 .* 10 classes are .* \(1, 2, 3 and 6 more",
+        ),
     ],
 )
 def test_what_is_not_there(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str | None, options: dict[str, Any], message: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str | None,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     monkeypatch.chdir(folder.parent)
     Path("map.csv").write_text("ant,0\n")
@@ -47,9 +57,18 @@ def test_what_is_not_there(
 def test_samples_spread_over_the_classes(folder: Path) -> None:
     batches = sample_batches(folder, PLAIN, images=6, batch_size=4)
     assert [tuple(batch.shape) for batch in batches] == [(4, 3, 16, 16), (2, 3, 16, 16)]
-    assert predictions(Colours(), batches) == [0, 0, 0, 1, 2, 2]  # the first two bees look like ants
+    assert predictions(Colours(), batches) == [
+        0,
+        0,
+        0,
+        1,
+        2,
+        2,
+    ]  # the first two bees look like ants
     assert sum(map(len, sample_batches(folder, PLAIN))) == 12
-    assert sum(map(len, sample_batches(folder.parent, PLAIN))) == 12  # parts and classes do not matter
+    assert (
+        sum(map(len, sample_batches(folder.parent, PLAIN))) == 12
+    )  # parts and classes do not matter
 
 
 def test_an_unreadable_sample_is_an_error(folder: Path) -> None:
@@ -58,16 +77,29 @@ def test_an_unreadable_sample_is_an_error(folder: Path) -> None:
         sample_batches(folder, PLAIN)
 
 
-@pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["ant", "bat", "bee"], ["ant", "bee"]], ids=str)
-def test_labels_that_classes_taken_by_order_contradict(labels: list[str] | None, folder: Path) -> None:
-    assert open_images(folder, labels=labels).contradicts(labels) is bool(labels and "cat" not in labels)
+@pytest.mark.parametrize(
+    "labels", [None, ["cat", "bee", "ant"], ["ant", "bat", "bee"], ["ant", "bee"]], ids=str
+)
+def test_labels_that_classes_taken_by_order_contradict(
+    labels: list[str] | None, folder: Path
+) -> None:
+    assert open_images(folder, labels=labels).contradicts(labels) is bool(
+        labels and "cat" not in labels
+    )
 
 
 @pytest.mark.parametrize(
     ("parts", "split", "outcome"),
     [
-        *((("train", "test"), split, count) for split, count in (("test", 3), ("training", 3), (".", 6))),
-        (("train", "test"), "validation", r"no part to validate on, but test, train; give `split` .* `split='\.'`"),
+        *(
+            (("train", "test"), split, count)
+            for split, count in (("test", 3), ("training", 3), (".", 6))
+        ),
+        (
+            ("train", "test"),
+            "validation",
+            r"no part to validate on, but test, train; give `split` .* `split='\.'`",
+        ),
         (("Train", "Val"), "validation", "no part to validate on, but Train, Val;"),
         (("train", "val"), "trian", "the data has no part 'trian'; give `split`"),
         (("",), "train", "the data has no part 'train'"),
@@ -80,12 +112,16 @@ def test_labels_that_classes_taken_by_order_contradict(labels: list[str] | None,
     ],
     ids=str,
 )
-def test_parts(tmp_path: Path, parts: str | tuple[str, ...], split: str, outcome: int | str) -> None:
+def test_parts(
+    tmp_path: Path, parts: str | tuple[str, ...], split: str, outcome: int | str
+) -> None:
     """All of the data in a part's place would hold what was trained on, or be the images held out."""
     for part in parts if isinstance(parts, tuple) else [""]:
         write_folder(tmp_path / "data" / part, each=1)
     dataset = "" if parts == ".tar" or isinstance(parts, tuple) else parts
-    place = write_tar(tmp_path / "data", tmp_path / "p.tar") if parts == ".tar" else tmp_path / "data"
+    place = (
+        write_tar(tmp_path / "data", tmp_path / "p.tar") if parts == ".tar" else tmp_path / "data"
+    )
     with nullcontext() if isinstance(outcome, int) else pytest.raises(UsageError, match=outcome):
         data = open_images(None if dataset == "digits" else place, dataset=dataset, split=split)
         assert len(data.images) == outcome
@@ -100,7 +136,16 @@ def test_no_digit_is_in_both_parts() -> None:
     parts = [open_images(None, dataset="digits", split=split).images for split in ("train", "val")]
     for part in parts:
         part.transform = Image.Image.tobytes
-    assert len({pixels for part in parts for pixels, _ in (part[number] for number in range(len(part)))}) == 1797
+    assert (
+        len(
+            {
+                pixels
+                for part in parts
+                for pixels, _ in (part[number] for number in range(len(part)))
+            }
+        )
+        == 1797
+    )
 
 
 def test_a_class_may_be_called_like_a_part(folder: Path) -> None:
@@ -108,14 +153,20 @@ def test_a_class_may_be_called_like_a_part(folder: Path) -> None:
     assert open_images(folder).names == ("ant", "cat", "train")
 
 
-@pytest.mark.parametrize(("dataset", "way"), [("digits", "class map"), ("torch/image_folder", "labels")])
-def test_classes_of_named_data_find_their_outputs(folder: Path, tmp_path: Path, dataset: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "way"), [("digits", "class map"), ("torch/image_folder", "labels")]
+)
+def test_classes_of_named_data_find_their_outputs(
+    folder: Path, tmp_path: Path, dataset: str, way: str
+) -> None:
     place = None if dataset == "digits" else folder
     plain = open_images(place, dataset=dataset)
     assert plain.names is not None
     outputs = ["other", *reversed(plain.names)]
     (tmp_path / "map.txt").write_text("\n".join(outputs))
-    given: dict[str, Any] = {"class_map": tmp_path / "map.txt"} if way == "class map" else {"labels": outputs}
+    given: dict[str, Any] = (
+        {"class_map": tmp_path / "map.txt"} if way == "class map" else {"labels": outputs}
+    )
     data = open_images(place, dataset=dataset, **given)
     assert (data.matched, data.classes, data.outputs) == (way, len(plain.names), len(outputs))
     plain.images.transform = data.images.transform = np.asarray
@@ -134,24 +185,38 @@ def class_map(folder: Path, content: str | dict[str, Any]) -> Path:
     [
         ("cat\n\nbee\nant\n", "output 1 for ''"),
         ("\ncat\nbee\nant", "output 0 for ''"),
-        ("cat\nbee\nbee \nant\n", "output 2 for 'bee'; give each output, from 0 to 3, one name of its own"),
-        *(({"cat": 0, "bee": 1, "ant": wrong}, f"output {wrong!r} for 'ant'") for wrong in (1, 3, "2")),
+        (
+            "cat\nbee\nbee \nant\n",
+            "output 2 for 'bee'; give each output, from 0 to 3, one name of its own",
+        ),
+        *(
+            ({"cat": 0, "bee": 1, "ant": wrong}, f"output {wrong!r} for 'ant'")
+            for wrong in (1, 3, "2")
+        ),
         ({}, "output 0 for ''"),
     ],
     ids=str,
 )
-def test_class_maps_that_would_shift_the_outputs(folder: Path, tmp_path: Path, content: Any, message: str) -> None:
+def test_class_maps_that_would_shift_the_outputs(
+    folder: Path, tmp_path: Path, content: Any, message: str
+) -> None:
     with refused(rf"the class map .*/map.\w+ is not one to one, with {message}"):
         open_images(folder, class_map=class_map(tmp_path, content))
 
 
-def test_a_class_map_for_classes_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_map_for_classes_without_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "create_dataset", lambda *_, **__: [])
-    with pytest.raises(UsageError, match="torch/inat does not tell what its classes are called; drop `class_map`"):
+    with pytest.raises(
+        UsageError, match="torch/inat does not tell what its classes are called; drop `class_map`"
+    ):
         open_images(tmp_path, dataset="torch/inat", class_map=class_map(tmp_path, "ant\n"))
 
 
-@pytest.mark.parametrize("content", ["cat\nbee\nant\n\n \n", "cat\r\nbee\r\nant", {"ant": 2, "cat": 0, "bee": 1}])
+@pytest.mark.parametrize(
+    "content", ["cat\nbee\nant\n\n \n", "cat\r\nbee\r\nant", {"ant": 2, "cat": 0, "bee": 1}]
+)
 def test_class_maps(folder: Path, tmp_path: Path, content: str | dict[str, Any]) -> None:
     data = open_images(folder, class_map=class_map(tmp_path, content))
     assert (data.names, data.outputs) == (("cat", "bee", "ant"), 3)
@@ -168,12 +233,23 @@ def read(place: Path, **options: Any) -> list[tuple[str, Any, int]]:
 
 
 def assert_same_images(place: Path, other: Path) -> None:
-    ours, theirs = ([(name, pixels.tolist(), target) for name, pixels, target in read(one)] for one in (place, other))
+    ours, theirs = (
+        [(name, pixels.tolist(), target) for name, pixels, target in read(one)]
+        for one in (place, other)
+    )
     assert ours == theirs
 
 
 def test_names_and_classes_are_in_natural_order(tmp_path: Path) -> None:
-    for name in ("b/10.png", "b/9.png", "B/1.png", "a10/x/1.JPG", "a9/1.png", "a9/notes.txt", "0.png"):
+    for name in (
+        "b/10.png",
+        "b/9.png",
+        "B/1.png",
+        "a10/x/1.JPG",
+        "a9/1.png",
+        "a9/notes.txt",
+        "0.png",
+    ):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).touch()
     files = ImageFiles(tmp_path / "data")
@@ -193,11 +269,15 @@ def test_a_link_to_the_folder_above_counts_nothing_twice(folder: Path, tmp_path:
 
 def test_two_paths_to_one_folder_are_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "cat" / "dog").symlink_to(folder / "bee")
-    with pytest.raises(RetrofitError, match=r"bee and cat/dog in .* are the same folder .* twice; remove"):
+    with pytest.raises(
+        RetrofitError, match=r"bee and cat/dog in .* are the same folder .* twice; remove"
+    ):
         ImageFiles(folder)
 
 
-def test_a_folder_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "bee" / "inside").mkdir()
     scandir = os.scandir
 
@@ -207,7 +287,9 @@ def test_a_folder_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pyt
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)  # chmod does not stop root, who may run the tests
-    with pytest.raises(RetrofitError, match=r"cannot read the folder .*/bee/inside \(Permission denied\)"):
+    with pytest.raises(
+        RetrofitError, match=r"cannot read the folder .*/bee/inside \(Permission denied\)"
+    ):
         open_images(folder)
 
 
@@ -243,7 +325,9 @@ STEPS = np.arange(0, 256, 5, dtype=np.uint8)[None].repeat(4, 0)
 
 
 @pytest.mark.parametrize(("suffix", "channels"), [("png", 1), ("png", 3), ("tif", 1), ("pgm", 1)])
-def test_16_bits_are_scaled_to_8_and_an_unknown_range_is_refused(tmp_path: Path, suffix: str, channels: int) -> None:
+def test_16_bits_are_scaled_to_8_and_an_unknown_range_is_refused(
+    tmp_path: Path, suffix: str, channels: int
+) -> None:
     (tmp_path / "data" / "a").mkdir(parents=True)
     wide = STEPS.astype(np.uint16) * 257
     if suffix == "pgm":
@@ -269,7 +353,9 @@ def test_a_tar_is_read_as_its_folder_by_any_process(folder: Path, tmp_path: Path
     assert [(pixels.tolist(), target) for pixels, target in helped] == expected
 
 
-def test_a_tar_of_tars_has_a_class_each_and_links_have_what_they_link_to(folder: Path, tmp_path: Path) -> None:
+def test_a_tar_of_tars_has_a_class_each_and_links_have_what_they_link_to(
+    folder: Path, tmp_path: Path
+) -> None:
     for name in ("bee", "ant"):
         write_tar(folder / name, tmp_path / f"{name}.tar")
     with tarfile.open(tmp_path / "all.tar", "w") as tar:
@@ -300,7 +386,10 @@ def damaged_tar(place: Path) -> Path:
     ("make", "message"),
     [
         (lambda place: place, r"no images found in .* \(.png, .jpg, .*\); give a folder or tar"),
-        (lambda place: write_tar(place, place / "data.tar"), r"no images found in .*data.tar \(.png, .jpg"),
+        (
+            lambda place: write_tar(place, place / "data.tar"),
+            r"no images found in .*data.tar \(.png, .jpg",
+        ),
         (file_of("data.tar", b""), r"no images found in .*data.tar \(empty file\)"),
         (file_of("data.zip", b"hello"), "data.zip, which is neither a folder nor a .tar"),
         (file_of("data.tar", gzip.compress(b"x")), r"data.tar is compressed; decompress it to a "),

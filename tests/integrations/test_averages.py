@@ -22,8 +22,12 @@ def converted(to: str) -> nn.Module:  # a small network; in training, as a run h
     return retrofit.convert(timm.create_model(name, num_classes=4, **size), to)[0].train()
 
 
-def ramped(model: nn.Module, update: Callable[[nn.Module], object], strength: float | None = None) -> None:
-    """Walk from t = 0 to 1 in 50 steps, or stand at a strength, moving the weights a little at each."""
+def ramped(
+    model: nn.Module, update: Callable[[nn.Module], object], strength: float | None = None
+) -> None:
+    """Walk from t = 0 to 1 in 50 steps, or stand at a strength, moving the weights a little at
+    each.
+    """
     for step in range(1, STEPS + 1):
         retrofit.set_strength(model, step / STEPS if strength is None else strength)
         with torch.no_grad():
@@ -33,14 +37,23 @@ def ramped(model: nn.Module, update: Callable[[nn.Module], object], strength: fl
 
 
 def strengths(model: nn.Module) -> set[float]:
-    return {float(module.strength) for module in model.modules() if isinstance(module, StrengthMixin)}
+    return {
+        float(module.strength) for module in model.modules() if isinstance(module, StrengthMixin)
+    }
 
 
 @pytest.mark.parametrize(
     ("to", "options"),
-    [("bnn", {}), ("lnn", {"foreach": False}), ("gn-pn", {"exclude_buffers": True}), ("dbnn", {"foreach": False})],
+    [
+        ("bnn", {}),
+        ("lnn", {"foreach": False}),
+        ("gn-pn", {"exclude_buffers": True}),
+        ("dbnn", {"foreach": False}),
+    ],
 )
-def test_timms_average_of_a_ramped_run_evaluates_at_its_models_strength(to: str, options: dict[str, bool]) -> None:
+def test_timms_average_of_a_ramped_run_evaluates_at_its_models_strength(
+    to: str, options: dict[str, bool]
+) -> None:
     """With a decay of 0.999 over 50 steps, in which a float would have reached 0.02."""
     model, x = converted(to), torch.randn(8, 3, 64, 64)
     with torch.no_grad():
@@ -64,7 +77,12 @@ def test_timms_average_of_a_ramped_run_evaluates_at_its_models_strength(to: str,
 def test_a_network_averaged_with_itself_is_itself() -> None:
     model = converted("ln-pn").eval()
     retrofit.set_strength(model, 0.3)
-    emas = [ModelEmaV3(model), ModelEmaV2(model), AveragedModel(model), AveragedModel(model, use_buffers=True)]
+    emas = [
+        ModelEmaV3(model),
+        ModelEmaV2(model),
+        AveragedModel(model),
+        AveragedModel(model, use_buffers=True),
+    ]
     emas.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True))
     x, other = torch.randn(2, 3, 64, 64), converted("ln-pn").eval()
     for ema in emas:
@@ -77,16 +95,25 @@ def test_a_network_averaged_with_itself_is_itself() -> None:
 
 @pytest.mark.parametrize(
     ("to", "average"),
-    [("bnn", {"avg_fn": get_ema_avg_fn(0.999)}), ("ln", {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}), ("dbn", {})],
+    [
+        ("bnn", {"avg_fn": get_ema_avg_fn(0.999)}),
+        ("ln", {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
+        ("dbn", {}),
+    ],
 )
-def test_an_averaged_strength_is_refused(to: str, average: dict[str, Callable[..., object]]) -> None:
+def test_an_averaged_strength_is_refused(
+    to: str, average: dict[str, Callable[..., object]]
+) -> None:
     model = converted(to)
     ema = AveragedModel(model, use_buffers=True, **average)
     ramped(model, ema.update_parameters)
     x, restored = torch.randn(2, 3, 64, 64), converted(to)
     restored.load_state_dict(ema.module.state_dict())
     for network in (ema, restored):
-        with pytest.raises(RuntimeError, match=r"is an average over training: .*use_buffers=False.*retrofit.set_stre"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"is an average over training: .*use_buffers=False.*retrofit.set_stre",
+        ):
             network.eval()(x)
     retrofit.set_strength(ema, retrofit.strength_of(model))
     assert ema(x).isfinite().all()

@@ -1,4 +1,6 @@
-"""Lightning's and transformers' trainers raise the strength, are killed, and go on at the right one."""
+"""Lightning's and transformers' trainers raise the strength, are killed, and go on at the right
+one.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ DATA: Any = [{"x": image, "labels": label} for image, label in zip(IMAGES, LABEL
 
 
 class Module(lightning.LightningModule):
-    """A module like any, which knows nothing of strengths but records them, and is killed before step `stop`."""
+    """A module like any, which knows nothing of strengths but records them, and is killed before
+    step `stop`.
+    """
 
     def __init__(self, net: nn.Module, stop: int | None = None, lr: float = 0.1) -> None:
         super().__init__()
@@ -46,7 +50,9 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
 
 
-def by_lightning(module: Module, *loaders: Any, resume: Path | None = None, **options: Any) -> lightning.Trainer:
+def by_lightning(
+    module: Module, *loaders: Any, resume: Path | None = None, **options: Any
+) -> lightning.Trainer:
     """Train on the first loader and validate on the second, if there is one."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = lightning.Trainer(accelerator="cpu", **quiet, **options)
@@ -69,7 +75,12 @@ class WithLoss(nn.Module):  # what transformers' trainer takes; it is killed bef
 
 
 def by_transformers(
-    model: WithLoss, folder: Path, data: Any, callbacks: list[Any], resume: bool = False, **options: Any
+    model: WithLoss,
+    folder: Path,
+    data: Any,
+    callbacks: list[Any],
+    resume: bool = False,
+    **options: Any,
 ) -> transformers.Trainer:
     quiet: Any = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     arguments = transformers.TrainingArguments(str(folder), **quiet, **options)
@@ -101,13 +112,22 @@ def expected(step: int) -> float:
     return pytest.approx(min(1.0, step / STEPS / 0.5))
 
 
-def fit(module: Module, folder: Path, *callbacks: Any, resume: Path | None = None, last: bool = False) -> Any:
+def fit(
+    module: Module, folder: Path, *callbacks: Any, resume: Path | None = None, last: bool = False
+) -> Any:
     """Train with the strength's callback before the others, or after them."""
     strength = retrofit.callbacks.LightningStrength(ramp=0.5)
     several = [*callbacks, strength] if last else [strength, *callbacks]
     several.append(ModelCheckpoint(folder, every_n_train_steps=5, save_top_k=-1))
-    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": several, "resume": resume}
-    return by_lightning(module, DataLoader(DATA, BATCH, shuffle=True), DataLoader(DATA, 256), **options)
+    options = {
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": ACCUMULATE,
+        "callbacks": several,
+        "resume": resume,
+    }
+    return by_lightning(
+        module, DataLoader(DATA, BATCH, shuffle=True), DataLoader(DATA, 256), **options
+    )
 
 
 @pytest.mark.parametrize("to", ["bnn", "ln-pn"])
@@ -140,9 +160,20 @@ def test_lightnings_weight_averaging(last: bool, buffers: bool, tmp_path: Path) 
 
 
 def train(model: WithLoss, folder: Path, resume: bool = False) -> Any:
-    options = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": BATCH, "learning_rate": 0.01}
-    options |= {"gradient_accumulation_steps": ACCUMULATE, "save_steps": 5, "logging_steps": 5, "resume": resume}
-    return by_transformers(model, folder, DATA, [retrofit.callbacks.TransformersStrength(ramp=0.5)], **options)
+    options = {
+        "num_train_epochs": EPOCHS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": 0.01,
+    }
+    options |= {
+        "gradient_accumulation_steps": ACCUMULATE,
+        "save_steps": 5,
+        "logging_steps": 5,
+        "resume": resume,
+    }
+    return by_transformers(
+        model, folder, DATA, [retrofit.callbacks.TransformersStrength(ramp=0.5)], **options
+    )
 
 
 @pytest.mark.parametrize("to", ["bnn", "ln-pn"])
@@ -155,7 +186,9 @@ def test_transformers_goes_on_where_it_was_killed(to: str, tmp_path: Path) -> No
     assert model.seen == [expected(10 + i // ACCUMULATE) for i in range(len(model.seen))]
     assert len(model.seen) == (STEPS - 10) * ACCUMULATE
     assert retrofit.strength_of(model.net) == 1.0
-    logged = {row["step"]: row["strength"] for row in trainer.state.log_history if "strength" in row}
+    logged = {
+        row["step"]: row["strength"] for row in trainer.state.log_history if "strength" in row
+    }
     assert logged[15] == expected(15)
     assert accuracy(model.net) > 0.9
 

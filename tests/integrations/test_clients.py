@@ -1,7 +1,9 @@
-"""Every client of the table in docs/integrations.md, with every target, at t = 0, 0.5 and 1: what it says holds.
+"""Every client of the table in docs/integrations.md, with every target, at t = 0, 0.5 and 1: what
+it says holds.
 
-The table is what is tested: a row without a client here, or a client without a row, fails. Its cells say "yes",
-"refused", or at which strength it is "yes"; below it stands the message of each refusal.
+The table is what is tested: a row without a client here, or a client without a row, fails. Its
+cells say "yes", "refused", or at which strength it is "yes"; below it stands the message of each
+refusal.
 """
 
 import copy
@@ -48,8 +50,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 STRENGTHS = (0.0, 0.5, 1.0)
-X, Y = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
-# Batches of 8: the last layers see one value an image, and the lambda of two values is a rounding error's.
+X, Y = (
+    torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+    torch.tensor([0, 1, 2, 3]),
+)
+# Batches of 8: the last layers see one value an image, and the lambda of two values is a rounding
+# error's.
 IMAGES = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 MANY: Any = [{"x": image, "labels": number % 4} for number, image in enumerate(IMAGES)]
 
@@ -66,12 +72,16 @@ def _trained(name: str) -> nn.Module:  # a small network whose running statistic
 
 
 class _Tokens(nn.Module):
-    """What Opacus and forward mode take of a transformer: no parameter outside a layer, no attention."""
+    """What Opacus and forward mode take of a transformer: no parameter outside a layer, no
+    attention.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 8, 8)
-        self.block = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
+        self.block = nn.Sequential(
+            nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16)
+        )
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +110,9 @@ class Case:  # one target at one strength
         if self.to == "lnn":
             return self.without_attention()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 15), nn.Flatten())
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 15), nn.Flatten()
+        )
         model.train()(10 * X)
         return self.converted(model)
 
@@ -116,12 +128,16 @@ class Case:  # one target at one strength
     def holds(self, model: nn.Module, strength: float | None = None) -> bool:
         """Whether a network stands at the case's strength and answers."""
         wanted = self.strength if strength is None else strength
-        stands = self.to == "frozen" or retrofit.strength_of(model.eval()) == pytest.approx(wanted, abs=1e-6)
+        stands = self.to == "frozen" or retrofit.strength_of(model.eval()) == pytest.approx(
+            wanted, abs=1e-6
+        )
         with torch.no_grad():
             return stands and bool(model.eval()(X).isfinite().all())
 
 
-def same(model: Any, other: nn.Module, tolerance: float = 1e-4) -> None:  # compare what two networks answer
+def same(
+    model: Any, other: nn.Module, tolerance: float = 1e-4
+) -> None:  # compare what two networks answer
     if isinstance(model, nn.Module):
         model.eval()
     with torch.no_grad():
@@ -153,28 +169,40 @@ def _averaged(make: Callable[..., nn.Module], update: str, case: Case, **options
 _torch_averaged = functools.partial(_averaged, AveragedModel, "update_parameters")
 CLIENTS["timm ModelEmaV3"] = functools.partial(_averaged, ModelEmaV3, "update", decay=0.999)
 CLIENTS["torch AveragedModel"] = _torch_averaged
-CLIENTS["torch AveragedModel(use_buffers=True)"] = functools.partial(_torch_averaged, use_buffers=True)
+CLIENTS["torch AveragedModel(use_buffers=True)"] = functools.partial(
+    _torch_averaged, use_buffers=True
+)
 
 
 def _fit(case: Case, callback: str | None = None, **options: Any) -> None:
     module = Module(case.model(0.0), lr=1e-3)
-    callbacks = [] if callback is None else [getattr(lightning.pytorch.callbacks, callback)(**options)]
+    callbacks = (
+        [] if callback is None else [getattr(lightning.pytorch.callbacks, callback)(**options)]
+    )
     if case.to != "frozen":
         callbacks.insert(0, retrofit.callbacks.LightningStrength(ramp=0.5, end=case.strength))
-    by_lightning(module, DataLoader(MANY, 8), max_epochs=2, callbacks=callbacks, enable_checkpointing=False)
+    by_lightning(
+        module, DataLoader(MANY, 8), max_epochs=2, callbacks=callbacks, enable_checkpointing=False
+    )
     assert case.holds(module.net)
 
 
 _lightning_swa = {"callback": "StochasticWeightAveraging", "swa_lrs": 1e-3, "swa_epoch_start": 1}
 CLIENTS["Lightning Trainer"] = _fit
-CLIENTS["Lightning EMAWeightAveraging"] = functools.partial(_fit, callback="EMAWeightAveraging", decay=0.9)
+CLIENTS["Lightning EMAWeightAveraging"] = functools.partial(
+    _fit, callback="EMAWeightAveraging", decay=0.9
+)
 CLIENTS["Lightning StochasticWeightAveraging"] = functools.partial(_fit, **_lightning_swa)
 
 
 @client("transformers Trainer")
 def _transformers(case: Case) -> None:
     model = case.model(0.0)
-    callbacks = [retrofit.callbacks.TransformersStrength(ramp=0.5, end=case.strength)] if case.to != "frozen" else []
+    callbacks = (
+        [retrofit.callbacks.TransformersStrength(ramp=0.5, end=case.strength)]
+        if case.to != "frozen"
+        else []
+    )
     options = {"max_steps": 4, "per_device_train_batch_size": 8, "save_steps": 2}
     by_transformers(WithLoss(model), case.folder, MANY, callbacks, **options)
     assert case.holds(model)
@@ -193,7 +221,10 @@ def _accelerate(case: Case) -> None:
     state = {key: value.clone() for key, value in accelerator.get_state_dict(ready).items()}
     case.walk(model, 0.25)
     accelerator.load_state(str(case.folder))
-    assert all(torch.equal(value, state[key]) for key, value in accelerator.unwrap_model(ready).state_dict().items())
+    assert all(
+        torch.equal(value, state[key])
+        for key, value in accelerator.unwrap_model(ready).state_dict().items()
+    )
     assert case.holds(model)
 
 
@@ -213,7 +244,9 @@ def _schedulefree(case: Case) -> None:
 
 @client("federated averaging of state dicts (flwr's)")
 def _federated(case: Case) -> None:
-    """What flwr's clients send and its FedAvg does: arrays in order, a weighted mean, loaded strictly."""
+    """What flwr's clients send and its FedAvg does: arrays in order, a weighted mean, loaded
+    strictly.
+    """
     clients = [case.model(), case.model()]
     with torch.no_grad():
         for parameter in clients[1].parameters():
@@ -221,7 +254,9 @@ def _federated(case: Case) -> None:
     sent = [[value.cpu().numpy() for value in network.state_dict().values()] for network in clients]
     mean = [sum(3 * one + other for one, other in [pair]) / 4 for pair in zip(*sent, strict=True)]
     network = case.model(0.0)
-    state = OrderedDict((key, torch.tensor(value)) for key, value in zip(network.state_dict(), mean, strict=True))
+    state = OrderedDict(
+        (key, torch.tensor(value)) for key, value in zip(network.state_dict(), mean, strict=True)
+    )
     network.load_state_dict(state, strict=True)
     assert case.holds(network)
 
@@ -237,7 +272,9 @@ def _update_bn(case: Case) -> None:
 CLIENTS["torch convert_sync_batchnorm"] = lambda case: same(
     nn.SyncBatchNorm.convert_sync_batchnorm(case.model()), case.model()
 )
-CLIENTS["timm convert_sync_batchnorm"] = lambda case: same(convert_sync_batchnorm(case.model()), case.model())
+CLIENTS["timm convert_sync_batchnorm"] = lambda case: same(
+    convert_sync_batchnorm(case.model()), case.model()
+)
 
 
 def _stands_still(case: Case, freeze: Callable[[nn.Module], nn.Module | None]) -> None:
@@ -250,18 +287,24 @@ def _stands_still(case: Case, freeze: Callable[[nn.Module], nn.Module | None]) -
 
 
 CLIENTS["timm freeze_batch_norm_2d"] = functools.partial(_stands_still, freeze=freeze_batch_norm_2d)
-CLIENTS["timm freeze(include_bn_running_stats=True)"] = functools.partial(_stands_still, freeze=freeze)
+CLIENTS["timm freeze(include_bn_running_stats=True)"] = functools.partial(
+    _stands_still, freeze=freeze
+)
 
 
 @client("timm distribute_bn")
-def _distribute(case: Case) -> None:  # two ranks: what rank 0 broadcasts, another that saw other data receives
+def _distribute(
+    case: Case,
+) -> None:  # two ranks: what rank 0 broadcasts, another that saw other data receives
     first, second = case.model(), case.model()
     second.train()(X)
     sent: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "broadcast", lambda tensor, rank: sent.append(tensor))
         distribute_bn(first, 2)
-        patch.setattr(torch.distributed, "broadcast", lambda tensor, rank: tensor.copy_(sent.pop(0)))
+        patch.setattr(
+            torch.distributed, "broadcast", lambda tensor, rank: tensor.copy_(sent.pop(0))
+        )
         distribute_bn(second, 2)
     with torch.no_grad():
         alike = torch.allclose(first.eval()(X), second.eval()(X), atol=1e-5)
@@ -316,7 +359,9 @@ def _func(case: Case) -> None:
     cross_entropy(model(X), Y).backward()
     for name, parameter in model.named_parameters():
         scale = float(parameter.grad.abs().max()) + 1e-6
-        torch.testing.assert_close(found[name].mean(0), parameter.grad, rtol=1e-3, atol=1e-3 * scale)
+        torch.testing.assert_close(
+            found[name].mean(0), parameter.grad, rtol=1e-3, atol=1e-3 * scale
+        )
     _, tangent = jvp(model, (X,), (torch.ones_like(X),))
     assert tangent.isfinite().all()
 
@@ -336,7 +381,9 @@ for name, capture in {
 
 @client("torch.compile, training steps")
 def _compile(case: Case, tolerance: float = 1e-5) -> None:
-    """Compare training steps with a network's own, at two strengths, and its answers: one compilation sees both."""
+    """Compare training steps with a network's own, at two strengths, and its answers: one
+    compilation sees both.
+    """
     torch.compiler.reset()
     model = case.of_two_layers()
     eager = copy.deepcopy(model)
@@ -353,10 +400,17 @@ def _compile(case: Case, tolerance: float = 1e-5) -> None:
             losses.append(cross_entropy(eager(X), Y))
             losses[-1].backward()
             torch.testing.assert_close(loss, losses[-1], rtol=tolerance, atol=tolerance)
-            for (name, one), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+            for (name, one), other in zip(
+                model.named_parameters(), eager.parameters(), strict=True
+            ):
                 error = (one.grad - other.grad).abs().max()
-                assert error <= 10 * tolerance * other.grad.abs().max().clamp_min(1e-3), (name, float(error))
-        assert case.to == "frozen" or (losses[0] - losses[1]).abs() > 10 * tolerance  # a strength that stood is seen
+                assert error <= 10 * tolerance * other.grad.abs().max().clamp_min(1e-3), (
+                    name,
+                    float(error),
+                )
+        assert (
+            case.to == "frozen" or (losses[0] - losses[1]).abs() > 10 * tolerance
+        )  # a strength that stood is seen
         model.eval(), eager.eval()
         for strength in (0.75, case.strength):
             for network in (eager, model):
@@ -395,13 +449,19 @@ def _features(case: Case) -> None:
     torch.testing.assert_close(model.forward_intermediates(X)[0], model.forward_features(X))
 
 
-def _extracted_after(case: Case, model: nn.Module, extractor: nn.Module, names: Iterable[str]) -> None:
+def _extracted_after(
+    case: Case, model: nn.Module, extractor: nn.Module, names: Iterable[str]
+) -> None:
     """Compare what is extracted from a converted network with what its layers give."""
-    assert case.to == "frozen" or retrofit.strength_of(extractor) == case.strength  # the layers are there, whole
+    assert (
+        case.to == "frozen" or retrofit.strength_of(extractor) == case.strength
+    )  # the layers are there, whole
     expected: list[Tensor] = []
     found = extractor.eval()(X)
     for name in names:
-        model.get_submodule(name).register_forward_hook(lambda module, args, out: expected.append(out))
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, out: expected.append(out)
+        )
     model(X)
     found = list(found.values()) if isinstance(found, dict) else found
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -418,7 +478,9 @@ def _first_extracted(case: Case, extractor: nn.Module) -> None:  # convert what 
     before = extractor.eval()(X)
     extractor = case.converted(extractor)
     found = extractor(X)
-    assert all(out.isfinite().all() for out in (found.values() if isinstance(found, dict) else found))
+    assert all(
+        out.isfinite().all() for out in (found.values() if isinstance(found, dict) else found)
+    )
     torch.testing.assert_close(case.walk(extractor, 0.0)(X), before, rtol=1e-3, atol=1e-4)
 
 
@@ -427,7 +489,9 @@ CLIENTS["timm FeatureGraphNet, then converted"] = lambda case: _first_extracted(
 )
 
 
-def _of_torchvision(case: Case) -> tuple[nn.Module, dict[str, str]]:  # a network and the names of layers in it
+def _of_torchvision(
+    case: Case,
+) -> tuple[nn.Module, dict[str, str]]:  # a network and the names of layers in it
     torch.manual_seed(0)
     if case.to == "lnn":
         return torchvision.models.swin_t().eval(), {"features": "a"}
@@ -448,7 +512,9 @@ def _taken_apart(case: Case, take: Callable[[nn.Module, dict[str, str]], nn.Modu
 for name, take in {
     "torchvision create_feature_extractor, then converted": create_feature_extractor,
     "torchvision IntermediateLayerGetter, then converted": IntermediateLayerGetter,
-    "nn.Sequential of the children": lambda model, names: nn.Sequential(*list(model.children())[:-2]),
+    "nn.Sequential of the children": lambda model, names: nn.Sequential(
+        *list(model.children())[:-2]
+    ),
 }.items():
     CLIENTS[name] = functools.partial(_taken_apart, take=take)
 
@@ -483,8 +549,12 @@ def _table() -> tuple[dict[tuple[str, str], str], dict[str, list[str]]]:
     lines = [line.replace("`", "") for line in PAGE.read_text().splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("| client |"))
     end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end])
-    cells = {(row[0], to): cell for row in rows for to, cell in zip(header[1:], row[1:], strict=True)}
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]
+    )
+    cells = {
+        (row[0], to): cell for row in rows for to, cell in zip(header[1:], row[1:], strict=True)
+    }
     messages: dict[str, list[str]] = {}
     for line in lines[end:]:
         if match := re.fullmatch(r'- (.+): "(.+)"', line):
@@ -503,11 +573,19 @@ def test_the_table_names_every_client() -> None:
 
 @pytest.mark.parametrize(
     ("name", "to", "strength"),
-    [(name, to, t) for name, to in CELLS for t in STRENGTHS if to != "frozen" or t == 1],  # frozen has none
+    [
+        (name, to, t) for name, to in CELLS for t in STRENGTHS if to != "frozen" or t == 1
+    ],  # frozen has none
 )
 def test_a_cell(name: str, to: str, strength: float, tmp_path: Path) -> None:
     cell = CELLS[name, to]
-    allowed = {"yes": STRENGTHS, "refused": (), "t = 0": (0.0,), "t = 1": (1.0,), "t = 0, 1": (0.0, 1.0)}[cell]
+    allowed = {
+        "yes": STRENGTHS,
+        "refused": (),
+        "t = 0": (0.0,),
+        "t = 1": (1.0,),
+        "t = 0, 1": (0.0, 1.0),
+    }[cell]
     context: Any = nullcontext()
     if strength not in allowed:
         context = pytest.raises(Exception, match="|".join(map(re.escape, MESSAGES[name])))

@@ -1,4 +1,6 @@
-"""Two processes that train a converted network by DDP and by FSDP2, against one process with the whole batch."""
+"""Two processes that train a converted network by DDP and by FSDP2, against one process with the
+whole batch.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +43,9 @@ def batches() -> list[Batch]:
     return [(x, torch.randint(4, (8,), generator=generator)) for x in images]
 
 
-def train(model: nn.Module, share: slice) -> None:  # take a step a batch while the strength goes to 1
+def train(
+    model: nn.Module, share: slice
+) -> None:  # take a step a batch while the strength goes to 1
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step, (x, y) in enumerate(batches(), 1):
         retrofit.set_strength(model, step / STEPS)
@@ -57,12 +61,17 @@ def by_fsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": DistributedDataParallel, "FSDP2": by_fsdp}
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP2": by_fsdp,
+}
 TARGETS = ("bnn", "ln", "ln-pn", "gn-pn")
 
 
 def work(rank: int, folder: str) -> None:
-    """Train every network by every wrapper, as one of two; a norm sharded without its ProxyNorm is refused."""
+    """Train every network by every wrapper, as one of two; a norm sharded without its ProxyNorm is
+    refused.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
@@ -83,8 +92,12 @@ def work(rank: int, folder: str) -> None:
             torch.save(dict(model.named_buffers()), f"{folder}/{reduce} {rank}.pt")
         model = converted("ln-pn")
         fully_shard(model.get_submodule("0.1"), mesh=init_device_mesh("cpu", (2,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))  # else the norm is the root, which stays whole
-        with pytest.raises(retrofit.RetrofitError, match="call fully_shard on the block that holds both"):
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2,))
+        )  # else the norm is the root, which stays whole
+        with pytest.raises(
+            retrofit.RetrofitError, match="call fully_shard on the block that holds both"
+        ):
             model(batches()[0][0])
     finally:
         dist.destroy_process_group()
@@ -104,16 +117,26 @@ def test_two_processes_are_one_with_the_whole_batch(to: str, wrapper: str, folde
     """That of bnn with its statistics, and lambda, over both, by `sync_norms`."""
     whole = converted(to)
     train(whole, slice(None))
-    ranks = [torch.load(folder / f"{to} {wrapper} {rank}.pt", weights_only=True) for rank in range(2)]
+    ranks = [
+        torch.load(folder / f"{to} {wrapper} {rank}.pt", weights_only=True) for rank in range(2)
+    ]
     assert [strength for strength, _, _ in ranks] == [1.0, 1.0]
     state = ranks[0][1]  # of FSDP2 rank 0 alone holds what the shards are together
     assert set(state) == set(whole.state_dict())
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda t, name=name: f"{name}: {t}")
+        torch.testing.assert_close(
+            state[name], value, rtol=1e-4, atol=1e-5, msg=lambda t, name=name: f"{name}: {t}"
+        )
     torch.testing.assert_close(ranks[0][2], ranks[1][2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reduce", [False, True])
-def test_timm_shares_mean_and_variance_by_their_names_but_not_lambda(reduce: bool, folder: Path) -> None:
-    one, other = (torch.load(folder / f"{reduce} {rank}.pt", weights_only=True) for rank in range(2))
-    assert {name.split(".")[-1] for name in one if not torch.equal(one[name], other[name])} == {"running_lambda"}
+def test_timm_shares_mean_and_variance_by_their_names_but_not_lambda(
+    reduce: bool, folder: Path
+) -> None:
+    one, other = (
+        torch.load(folder / f"{reduce} {rank}.pt", weights_only=True) for rank in range(2)
+    )
+    assert {name.split(".")[-1] for name in one if not torch.equal(one[name], other[name])} == {
+        "running_lambda"
+    }

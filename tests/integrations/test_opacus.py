@@ -1,4 +1,6 @@
-"""Opacus with what `import retrofit.opacus` registers: the validator, the fixer and per-sample gradients."""
+"""Opacus with what `import retrofit.opacus` registers: the validator, the fixer and per-sample
+gradients.
+"""
 
 import copy
 from typing import Any
@@ -21,9 +23,15 @@ import retrofit.opacus
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def network(name: str) -> nn.Module:  # a network in training, with running statistics that have moved
+def network(
+    name: str,
+) -> nn.Module:  # a network in training, with running statistics that have moved
     torch.manual_seed(0)
-    model = torchvision.models.resnet18(num_classes=5) if name == "tv" else timm.create_model(name, num_classes=5)
+    model = (
+        torchvision.models.resnet18(num_classes=5)
+        if name == "tv"
+        else timm.create_model(name, num_classes=5)
+    )
     model.train()
     with torch.no_grad():
         for _ in range(3):
@@ -113,7 +121,9 @@ def test_an_untrained_network_gets_normalization() -> None:
 
 def test_residual_sums_in_place_take_mode_ew() -> None:
     assert_gradients_are_a_loops(retrofit.plain(converted("test_resnet", "ln")).train(), "ew")
-    with pytest.raises(RuntimeError, match="modified inplace"):  # Opacus's hooks, whatever the layers
+    with pytest.raises(
+        RuntimeError, match="modified inplace"
+    ):  # Opacus's hooks, whatever the layers
         assert_gradients_are_a_loops(converted("test_resnet", "ln"), "hooks")
 
 
@@ -123,7 +133,9 @@ class Subclass(nn.BatchNorm2d):
 
 def mixing(norm: nn.Module, to: str | None = None) -> nn.Module:
     """A network in which only the last layer is trained, around a norm of the batch."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), norm, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    )
     if to is not None:
         retrofit.convert(model, to, check=False)
     model.requires_grad_(False)[-1].requires_grad_(True)
@@ -142,9 +154,7 @@ MIXING = {
 @pytest.mark.parametrize("case", list(MIXING))
 def test_layers_that_are_not_trained_may_not_mix_samples(case: str) -> None:
     model = MIXING[case]()
-    advice = (
-        r"normalizes each sample by its batch, trained or not \(1\w*\); call retrofit.freeze_norms\(model\), or convert"
-    )
+    advice = r"normalizes each sample by its batch, trained or not \(1\w*\); call retrofit.freeze_norms\(model\), or convert"
     for found in (model, ModuleValidator.fix(model)):
         assert not ModuleValidator.is_valid(found)
         with pytest.raises(UnsupportedModuleError, match=advice):
@@ -164,11 +174,23 @@ def frozen() -> nn.Module:
 
 untracked = nn.BatchNorm2d(8, affine=False, track_running_stats=False)
 REFUSED = {
-    "a subclass, trained": (lambda: mixing(Subclass(8)).requires_grad_(True), "its batch.*call retrofit.freeze_norms"),
-    "without running statistics": (lambda: mixing(untracked), "its batch.*with track_running_stats=True and train"),
+    "a subclass, trained": (
+        lambda: mixing(Subclass(8)).requires_grad_(True),
+        "its batch.*call retrofit.freeze_norms",
+    ),
+    "without running statistics": (
+        lambda: mixing(untracked),
+        "its batch.*with track_running_stats=True and train",
+    ),
     "frozen, trained": (frozen, r"is frozen.*set requires_grad of its weight and bias to False"),
-    "noise": (lambda: retrofit.convert(timm.create_model("test_vit"), "lnn", noise=0.5)[0], "adds noise"),
-    "evaluating": (lambda: mixing(nn.BatchNorm2d(8)).eval(), r"^\[\w+\('Model needs to be in training mode'\)\]$"),
+    "noise": (
+        lambda: retrofit.convert(timm.create_model("test_vit"), "lnn", noise=0.5)[0],
+        "adds noise",
+    ),
+    "evaluating": (
+        lambda: mixing(nn.BatchNorm2d(8)).eval(),
+        r"^\[\w+\('Model needs to be in training mode'\)\]$",
+    ),
 }
 
 
@@ -204,4 +226,6 @@ def test_an_epoch_with_differential_privacy() -> None:
         optimizer.step()
     assert engine.get_epsilon(1e-5) > 0
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
-    assert not torch.equal(before["_module.conv_stem.weight"], model.state_dict()["_module.conv_stem.weight"])
+    assert not torch.equal(
+        before["_module.conv_stem.weight"], model.state_dict()["_module.conv_stem.weight"]
+    )

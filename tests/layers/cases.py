@@ -1,4 +1,6 @@
-"""Every normality-normalized layer beside torch's own, with an input that both take; and a layer of every kind."""
+"""Every normality-normalized layer beside torch's own, with an input that both take; and a layer of
+every kind.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +19,18 @@ EPS = 1e-5
 MARKS: dict[str, Any] = {"eager": (), "cpp": pytest.mark.compiler, "triton": pytest.mark.gpu}
 
 
-def on(*kernels: str, ids: list[str] | None = None) -> pytest.MarkDecorator:  # run a test on each of these kernels
+def on(
+    *kernels: str, ids: list[str] | None = None
+) -> pytest.MarkDecorator:  # run a test on each of these kernels
     cases = [pytest.param(name, marks=MARKS[name]) for name in kernels]
     return pytest.mark.parametrize("kernels", cases, ids=ids, indirect=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its source: `ours(**k)` and `torchs(**k)` take the same arguments; `dim` is the normalized set's."""
+    """A layer and its source: `ours(**k)` and `torchs(**k)` take the same arguments; `dim` is the
+    normalized set's.
+    """
 
     ours: Callable[..., nn.Module]
     torchs: Callable[..., nn.Module]
@@ -45,7 +51,9 @@ def _layer_norm_2d(channels: int, elementwise_affine: bool = True) -> nn.Module:
     return LayerNorm2d(channels, eps=EPS, affine=elementwise_affine)
 
 
-def _case(ours: str, torchs: Callable[..., nn.Module], args: tuple[Any, ...], *rest: Any, **others: Any) -> Case:
+def _case(
+    ours: str, torchs: Callable[..., nn.Module], args: tuple[Any, ...], *rest: Any, **others: Any
+) -> Case:
     return Case(partial(getattr(layers, ours), *args), partial(torchs, *args), *rest, **others)
 
 
@@ -60,8 +68,12 @@ CASES = {
     "batch3d": _case("BatchNormalNorm3d", nn.BatchNorm3d, (6,), VOLUMES, (0, 2, 3, 4), **RUNNING),
     "sync": _case("SyncBatchNormalNorm", nn.BatchNorm2d, (6,), MAPS, (0, 2, 3), **RUNNING),
     "layer": _case("LayerNormalNorm", nn.LayerNorm, (24,), (3, 5, 24), (2,), **ELEMENTWISE),
-    "layer two dims": _case("LayerNormalNorm", nn.LayerNorm, ((4, 6),), (3, 4, 6), (1, 2), **ELEMENTWISE),
-    "layer channels first": _case("LayerNormalNorm2d", _layer_norm_2d, (24,), (3, 24, 4, 2), (1,), **ELEMENTWISE),
+    "layer two dims": _case(
+        "LayerNormalNorm", nn.LayerNorm, ((4, 6),), (3, 4, 6), (1, 2), **ELEMENTWISE
+    ),
+    "layer channels first": _case(
+        "LayerNormalNorm2d", _layer_norm_2d, (24,), (3, 24, 4, 2), (1,), **ELEMENTWISE
+    ),
     "group": _case("GroupNormalNorm", nn.GroupNorm, (2, 6), MAPS, (2, 3, 4), groups=2),
     "group one": _case("GroupNormalNorm", nn.GroupNorm, (1, 6), (4, 6, 7), (2, 3), groups=1),
     "group flat": _case("GroupNormalNorm", nn.GroupNorm, (2, 32), (4, 32), (2,), groups=2),
@@ -69,7 +81,10 @@ CASES = {
     "instance2d": _case("InstanceNormalNorm2d", nn.InstanceNorm2d, (6,), MAPS, (2, 3)),
     "instance3d": _case("InstanceNormalNorm3d", nn.InstanceNorm3d, (6,), VOLUMES, (2, 3, 4)),
 }
-TRACKED = (partial(make, 6, track_running_stats=True) for make in (layers.InstanceNormalNorm2d, nn.InstanceNorm2d))
+TRACKED = (
+    partial(make, 6, track_running_stats=True)
+    for make in (layers.InstanceNormalNorm2d, nn.InstanceNorm2d)
+)
 CASES["instance tracked"] = Case(*TRACKED, MAPS, (2, 3), **RUNNING)
 
 
@@ -78,19 +93,36 @@ WHITENED = _case("DecorrelatedBatchNormalNorm2d", nn.BatchNorm2d, (6,), MAPS, (0
 
 def _migrated(groups: int, channels: int, **where: Any) -> nn.Module:
     layer = layers.MigratedGroupNorm(groups, channels, **where)
-    for buffer, low, high in ((layer.running_mean, -1, 1), (layer.running_var, 0.5, 2), (layer.gain, 0.5, 2)):
+    for buffer, low, high in (
+        (layer.running_mean, -1, 1),
+        (layer.running_var, 0.5, 2),
+        (layer.gain, 0.5, 2),
+    ):
         nn.init.uniform_(buffer, low, high)
     return layer
 
 
 def _proxied(activation: Callable[..., nn.Module], **where: Any) -> nn.Module:
     norm, own = _migrated(2, 6, **where), where if activation is nn.PReLU else {}
-    return nn.Sequential(norm, layers.ProxyNorm(activation(**own), 6, norm=norm, restore=True, **where))
+    return nn.Sequential(
+        norm, layers.ProxyNorm(activation(**own), 6, norm=norm, restore=True, **where)
+    )
 
 
-_KINDS = ("batch1d", "batch2d", "layer", "layer channels first", "group", "instance2d", "instance tracked")
+_KINDS = (
+    "batch1d",
+    "batch2d",
+    "layer",
+    "layer channels first",
+    "group",
+    "instance2d",
+    "instance tracked",
+)
 LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    **{key: (partial(CASES[key].ours, noise=0.0, **{CASES[key].affine: True}), CASES[key].shape) for key in _KINDS},
+    **{
+        key: (partial(CASES[key].ours, noise=0.0, **{CASES[key].affine: True}), CASES[key].shape)
+        for key in _KINDS
+    },
     "batch cumulative": (partial(layers.BatchNormalNorm2d, 6, momentum=None, noise=0.0), MAPS),
     "migrated": (partial(_migrated, 2, 6), MAPS),
     "migrated flat": (partial(_migrated, 1, 6), (4, 6)),
@@ -99,10 +131,15 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
     "proxy in place": (partial(_proxied, partial(nn.ReLU, inplace=True)), MAPS),
     "standardized weights": (partial(layers.WeightStandardizedConv2d, 6, 4, 3), MAPS),
     "decorrelated": (partial(layers.DecorrelatedBatchNorm2d, 6, group_size=3), MAPS),
-    "decorrelated normal": (partial(layers.DecorrelatedBatchNormalNorm2d, 6, group_size=3, noise=0.0), MAPS),
+    "decorrelated normal": (
+        partial(layers.DecorrelatedBatchNormalNorm2d, 6, group_size=3, noise=0.0),
+        MAPS,
+    ),
 }
 """What makes a layer, by keywords `dtype` and `device`, and the shape of an input."""
-OF_BATCHES = [name for name in LAYERS if name.startswith(("batch", "decorrelated", "instance tracked"))]
+OF_BATCHES = [
+    name for name in LAYERS if name.startswith(("batch", "decorrelated", "instance tracked"))
+]
 
 
 def build(name: str, strength: float = 0.6, training: bool = False) -> tuple[nn.Module, Tensor]:
@@ -135,11 +172,15 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:  # the running statistic
 
 
 def as_sets(case: Case, x: Tensor) -> Tensor:
-    """View `x` so that `case.dim` spans the normalized set (groups of channels get a dimension of their own)."""
+    """View `x` so that `case.dim` spans the normalized set (groups of channels get a dimension of
+    their own).
+    """
     return x.unflatten(1, (case.groups, -1)) if case.groups else x
 
 
-def affine_of(case: Case, layer: nn.Module) -> tuple[Tensor, Tensor]:  # gamma and beta, broadcastable to the sets
+def affine_of(
+    case: Case, layer: nn.Module
+) -> tuple[Tensor, Tensor]:  # gamma and beta, broadcastable to the sets
     parameters = (layer.weight.detach(), layer.bias.detach())
     if isinstance(layer, nn.LayerNorm) and not type(layer).__name__.endswith("2d"):
         return parameters
@@ -147,8 +188,12 @@ def affine_of(case: Case, layer: nn.Module) -> tuple[Tensor, Tensor]:  # gamma a
     return weight, bias
 
 
-def assert_same_gradient(out: Tensor, x: Tensor, expected: Tensor, y: Tensor, rtol: float, atol: float) -> None:
-    """Send one gradient back through two results of inputs `x` and `y`, and compare what arrives there."""
+def assert_same_gradient(
+    out: Tensor, x: Tensor, expected: Tensor, y: Tensor, rtol: float, atol: float
+) -> None:
+    """Send one gradient back through two results of inputs `x` and `y`, and compare what arrives
+    there.
+    """
     g = torch.randn_like(out)
     out.backward(g)
     expected.backward(g)

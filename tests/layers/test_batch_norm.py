@@ -1,5 +1,5 @@
-"""Layers of batch statistics: what torch's and timm's functions that walk through networks do with them, and several
-gloo processes with shares of a batch against one process with the whole batch.
+"""Layers of batch statistics: what torch's and timm's functions that walk through networks do with
+them, and several gloo processes with shares of a batch against one process with the whole batch.
 """
 
 import copy
@@ -11,13 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from timm.layers import convert_splitbn_model, convert_sync_batchnorm, freeze_batch_norm_2d, unfreeze_batch_norm_2d
+from timm.layers import (
+    convert_splitbn_model,
+    convert_sync_batchnorm,
+    freeze_batch_norm_2d,
+    unfreeze_batch_norm_2d,
+)
 from torch import Tensor, nn
 from torch.nn.utils import fuse_conv_bn_eval
 from torch.optim.swa_utils import update_bn
 
 import retrofit
-from retrofit.layers import BatchNormalNorm2d, BatchNormalNormAct2d, DecorrelatedBatchNormalNorm2d, SyncBatchNormalNorm
+from retrofit.layers import (
+    BatchNormalNorm2d,
+    BatchNormalNormAct2d,
+    DecorrelatedBatchNormalNorm2d,
+    SyncBatchNormalNorm,
+)
 from retrofit.layers.kernels import VARIABLE
 from tests.layers.cases import statistics
 
@@ -65,18 +75,27 @@ REPLACE = {
 
 @pytest.mark.parametrize(("replace", "advice"), REPLACE.items())
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_replaces_a_layer_is_refused(name: str, replace: Callable[[nn.Module], nn.Module], advice: str) -> None:
+def test_what_replaces_a_layer_is_refused(
+    name: str, replace: Callable[[nn.Module], nn.Module], advice: str
+) -> None:
     network = model(name)
-    with pytest.raises(retrofit.RetrofitError, match=f"{type(network[0]).__name__}, without its transform; {advice}"):
+    with pytest.raises(
+        retrofit.RetrofitError,
+        match=f"{type(network[0]).__name__}, without its transform; {advice}",
+    ):
         replace(network)
     assert type(network[0]) is type(LAYERS[name]())
 
 
-def by_numpy(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> nn.Module:  # as converters to other frameworks do
+def by_numpy(
+    conv: nn.Conv2d, norm: nn.BatchNorm2d
+) -> nn.Module:  # as converters to other frameworks do
     scale = norm.weight.detach().numpy() / np.sqrt(norm.running_var.numpy() + norm.eps)
     fused = copy.deepcopy(conv)
     fused.weight.data *= torch.from_numpy(scale).view(-1, 1, 1, 1)
-    fused.bias.data = (fused.bias.data - norm.running_mean) * torch.from_numpy(scale) + norm.bias.data
+    fused.bias.data = (fused.bias.data - norm.running_mean) * torch.from_numpy(
+        scale
+    ) + norm.bias.data
     return fused
 
 
@@ -92,10 +111,14 @@ def test_what_fuses_a_batch_norm_is_right_at_strength_0_and_refused_above(
     torch.testing.assert_close(fuse(conv, layer)(x), layer(conv(x)), rtol=1e-4, atol=1e-5)
     layer.set_strength(0.4)
     assert layer.eps == 1e-5  # to look at
-    with pytest.raises(retrofit.RetrofitError, match=f"takes {type(layer).__name__} for a BatchNorm"):
+    with pytest.raises(
+        retrofit.RetrofitError, match=f"takes {type(layer).__name__} for a BatchNorm"
+    ):
         fuse(conv, layer)
     with pytest.raises(TypeError, match="EpsOfNoBatchNorm"):  # torch asks a number itself
-        nn.functional.batch_norm(layer(conv(x)), layer.running_mean, layer.running_var, eps=layer.eps)
+        nn.functional.batch_norm(
+            layer(conv(x)), layer.running_mean, layer.running_var, eps=layer.eps
+        )
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -138,7 +161,9 @@ def layer(cls: type[nn.Module]) -> nn.Module:
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save({name: of_a_share(rank, shares) for name, shares in SHARES.items()}, f"{folder}/{rank}.pt")
+    torch.save(
+        {name: of_a_share(rank, shares) for name, shares in SHARES.items()}, f"{folder}/{rank}.pt"
+    )
     dist.destroy_process_group()
 
 
@@ -152,18 +177,26 @@ def of_a_share(rank: int, shares: list[int]) -> dict[str, Any]:
     noisy.noise = 0.5
     torch.manual_seed(rank)
     found = {"noise": (noisy(x) - out).detach() / module.weight.detach().view(1, -1, 1, 1)}
-    found |= {"out": out.detach(), "x": x.grad, "weight": module.weight.grad, "bias": module.bias.grad}
+    found |= {
+        "out": out.detach(),
+        "x": x.grad,
+        "weight": module.weight.grad,
+        "bias": module.bias.grad,
+    }
     return found | {"buffers": dict(module.named_buffers()), "eval": module.eval()(x).detach()}
 
 
-KERNELS = [  # slow: two processes take long to start; by default those of tests/finetune/test_statistics.py do
+# slow: two processes take long to start; by default those of tests/finetune/test_statistics.py do
+KERNELS = [
     pytest.param("eager", marks=pytest.mark.slow),
     pytest.param("cpp", marks=[pytest.mark.compiler, pytest.mark.slow]),
 ]
 
 
 @pytest.fixture(scope="module", params=KERNELS)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, Any]]]:
     """Return what each of two processes computed of its share."""
     folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as environment:  # of the processes
@@ -173,7 +206,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("shares", SHARES)
-def test_shares_of_a_batch_are_one_batch(shares: str, found: list[dict[str, dict[str, Any]]]) -> None:
+def test_shares_of_a_batch_are_one_batch(
+    shares: str, found: list[dict[str, dict[str, Any]]]
+) -> None:
     ranks = [of_rank[shares] for of_rank in found]
     x, g = batch()
     x.requires_grad_()
@@ -183,7 +218,9 @@ def test_shares_of_a_batch_are_one_batch(shares: str, found: list[dict[str, dict
 
     evaluated = copy.deepcopy(whole).eval()(x)
     for name, wanted in (("out", out), ("x", x.grad), ("eval", evaluated)):
-        torch.testing.assert_close(torch.cat([r[name] for r in ranks]), wanted.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([r[name] for r in ranks]), wanted.detach(), rtol=1e-5, atol=1e-5
+        )
     for name in ("weight", "bias"):
         total = sum(r[name] for r in ranks)
         torch.testing.assert_close(total, whole.get_parameter(name).grad, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,13 @@ from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm, inverse_sq
 from tests import oracles as oracle
 from tests.layers.cases import EPS, randomise
 
-SHAPES = {"1d": (40, 12), "1d singular": (9, 12), "1d maps": (9, 12, 7), "2d": (5, 12, 4, 3), "3d": (4, 12, 2, 3, 3)}
+SHAPES = {
+    "1d": (40, 12),
+    "1d singular": (9, 12),
+    "1d maps": (9, 12, 7),
+    "2d": (5, 12, 4, 3),
+    "3d": (4, 12, 2, 3, 3),
+}
 KIND = pytest.mark.parametrize("kind", SHAPES)
 NORMAL = pytest.mark.parametrize("normal", [False, True], ids=["dbn", "dbnn"])
 
@@ -30,7 +36,9 @@ def data(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.einsum("ab,nb...->na...", mix.double(), x) + 2).to(dtype)
 
 
-def covariance(y: Tensor) -> Tensor:  # unbiased covariances of the groups of four channels of (N, C, *)
+def covariance(
+    y: Tensor,
+) -> Tensor:  # unbiased covariances of the groups of four channels of (N, C, *)
     rows = y.movedim(1, 0).flatten(1).unflatten(0, (-1, 4))
     rows = rows - rows.mean(-1, True)
     return rows @ rows.mT / (rows.shape[-1] - 1)
@@ -41,14 +49,18 @@ def roots(covariances: Tensor) -> Tensor:
 
 
 @KIND
-@pytest.mark.parametrize(("strength", "asked", "size"), [(0.0, 4, 4), (0.35, 5, 4), (1.0, 16, 12), (1.0, 1, 1)])
+@pytest.mark.parametrize(
+    ("strength", "asked", "size"), [(0.0, 4, 4), (0.35, 5, 4), (1.0, 16, 12), (1.0, 1, 1)]
+)
 def test_is_zca_as_scipy_has_it(kind: str, strength: float, asked: int, size: int) -> None:
     layer = build(kind, False, strength=strength, momentum=1.0, group_size=asked).double()
     assert layer.group_size == size
     x = data(SHAPES[kind], torch.float64)
     expected = oracle.decorrelate(x, size, EPS, strength)
     torch.testing.assert_close(layer(x), expected, rtol=1e-7, atol=1e-8)
-    torch.testing.assert_close(layer.running_whitening, roots(layer.running_covariance), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(
+        layer.running_whitening, roots(layer.running_covariance), rtol=1e-7, atol=1e-7
+    )
 
 
 @NORMAL
@@ -65,8 +77,12 @@ def test_gradcheck(normal: bool, training: bool) -> None:
 def test_gradient_of_the_root_at_equal_eigenvalues() -> None:
     a = torch.randn(4, 4, dtype=torch.float64)
     twin = torch.block_diag(a @ a.mT, a @ a.mT) + torch.eye(8)
-    matrices = torch.stack([2 * torch.eye(8).double(), torch.diag(torch.tensor([1.0] * 5 + [3.0] * 3)).double(), twin])
-    assert torch.autograd.gradcheck(lambda s: inverse_square_root((s + s.mT) / 2, 1e-9), matrices.requires_grad_())
+    matrices = torch.stack(
+        [2 * torch.eye(8).double(), torch.diag(torch.tensor([1.0] * 5 + [3.0] * 3)).double(), twin]
+    )
+    assert torch.autograd.gradcheck(
+        lambda s: inverse_square_root((s + s.mT) / 2, 1e-9), matrices.requires_grad_()
+    )
 
 
 def test_root_of_ill_conditioned_matrices() -> None:
@@ -90,7 +106,9 @@ def test_strength_0_evaluates_as_torchs_layer_to_the_bit(normal: bool, tracked: 
 
 @KIND
 def test_whitened_values_are_gaussianized(kind: str) -> None:
-    """Against the paper's algorithm in float64, applied to what scipy whitens (eps so small that both agree)."""
+    """Against the paper's algorithm in float64, applied to what scipy whitens (eps so small that
+    both agree).
+    """
     layer = randomise(build(kind, True, eps=1e-12, momentum=1.0, strength=1.0, alpha=0.7).double())
     x = data(SHAPES[kind], torch.float64)
     h = oracle.decorrelate(x, 4, 1e-12, 1.0)
@@ -109,7 +127,9 @@ def test_evaluation_uses_the_running_averages(normal: bool, strength: float) -> 
     for x in batches:
         layer(x)
         average = 0.75 * average + 0.25 * covariance(x)
-    torch.testing.assert_close(average.diagonal(dim1=1, dim2=2).flatten(), layer.running_var, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        average.diagonal(dim1=1, dim2=2).flatten(), layer.running_var, rtol=1e-9, atol=1e-9
+    )
     expected = roots(average)
     torch.testing.assert_close(layer.running_covariance, average, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(layer.running_whitening, expected, rtol=1e-7, atol=1e-8)

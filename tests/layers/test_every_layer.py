@@ -1,4 +1,6 @@
-"""What a layer of every kind owes: types, memory formats, torch.compile, torch.func, traces, torch's defaults."""
+"""What a layer of every kind owes: types, memory formats, torch.compile, torch.func, traces,
+torch's defaults.
+"""
 
 import copy
 from collections.abc import Callable
@@ -16,16 +18,21 @@ from retrofit.errors import RetrofitError
 from tests.layers.cases import LAYERS, assert_same_gradient, build, on
 
 # torch's own rules of forward mode are scripts, and it calls scripts and traces deprecated
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore::torch.jit.TracerWarning", "ignore::FutureWarning"
+)
 ALL = pytest.mark.parametrize("name", LAYERS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("standardized weights", "proxy prelu")])
+@pytest.mark.parametrize(
+    "name", [name for name in LAYERS if name not in ("standardized weights", "proxy prelu")]
+)
 def test_half_precision_in_and_out_float32_inside(name: str, dtype: torch.dtype) -> None:
     layer, x = build(name, 1.0)
     low, wide = (x.to(dtype).to(kind).requires_grad_() for kind in (dtype, torch.float32))
-    # One rounding, at the end; the two may come from different kernels. An activation rounds by itself.
+    # One rounding, at the end; the two may come from different kernels. An activation rounds by
+    # itself.
     rounded = name.startswith("proxy")
     rtol, atol = (0.01, 0.02) if rounded else (torch.finfo(dtype).eps, 1e-6)
     for training in (True, False):
@@ -41,9 +48,13 @@ def test_half_precision_in_and_out_float32_inside(name: str, dtype: torch.dtype)
     (layer(low) * upstream).sum().backward()
     assert {parameter.grad.dtype for parameter in layer.parameters()} == {torch.float32}
     if not rounded:
-        expected, *own = torch.autograd.grad(layer(wide), [wide, *layer.parameters()], upstream.float())
+        expected, *own = torch.autograd.grad(
+            layer(wide), [wide, *layer.parameters()], upstream.float()
+        )
         torch.testing.assert_close(low.grad, expected.to(dtype), rtol=0.02, atol=1e-3)
-        torch.testing.assert_close([parameter.grad for parameter in layer.parameters()], own, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            [parameter.grad for parameter in layer.parameters()], own, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", [name for name, (_, shape) in LAYERS.items() if len(shape) == 4])
@@ -59,10 +70,19 @@ def test_channels_last_is_kept(name: str) -> None:
     assert last.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-QUICK = ("batch2d", "migrated", "proxy prelu", "proxy in place", "standardized weights", "decorrelated normal")
+QUICK = (
+    "batch2d",
+    "migrated",
+    "proxy prelu",
+    "proxy in place",
+    "standardized weights",
+    "decorrelated normal",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYERS]
+)
 def test_compiles_whole_and_strength_recompiles_nothing(name: str) -> None:
     layer, x = build(name)
     if isinstance(layer, layers.NormalityMixin):
@@ -82,7 +102,9 @@ def test_compiles_whole_and_strength_recompiles_nothing(name: str) -> None:
             torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-5)
             assert_same_gradient(*results, 1e-4, 1e-4)
     torch.testing.assert_close(
-        *([p.grad for p in module.parameters()] for module in (layer, reference)), rtol=1e-4, atol=1e-4
+        *([p.grad for p in module.parameters()] for module in (layer, reference)),
+        rtol=1e-4,
+        atol=1e-4,
     )
     torch.compiler.reset()
 
@@ -100,7 +122,9 @@ def test_a_layer_is_one_call_to_a_trace(name: str) -> None:
 
 
 def test_script_is_refused_in_one_line() -> None:
-    with pytest.raises(RetrofitError, match=r"torch.jit.script cannot compile FrozenBatchNorm; use torch.jit.trace"):
+    with pytest.raises(
+        RetrofitError, match=r"torch.jit.script cannot compile FrozenBatchNorm; use torch.jit.trace"
+    ):
         torch.jit.script(nn.Sequential(layers.FrozenBatchNorm(8)))
 
 
@@ -134,7 +158,9 @@ def test_per_sample_gradients_are_a_loops(name: str) -> None:
     found = vmap(grad(power(layer)), (None, 0))(parameters_of(layer), x.unsqueeze(1))
     for i, sample in enumerate(x):
         wanted, _ = by_backward(layer, sample.unsqueeze(0))
-        torch.testing.assert_close({key: value[i] for key, value in found.items()}, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            {key: value[i] for key, value in found.items()}, wanted, rtol=1e-4, atol=1e-5
+        )
 
 
 @ALL
@@ -144,7 +170,9 @@ def test_forward_mode_and_jacobians(name: str) -> None:
     out, moved = jvp(layer, (x,), (tangent,))
     torch.testing.assert_close(out, layer(x), rtol=1e-4, atol=1e-5)
     jacobian = jacrev(layer)(x)
-    torch.testing.assert_close(moved, torch.tensordot(jacobian, tangent, dims=x.ndim), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        moved, torch.tensordot(jacobian, tangent, dims=x.ndim), rtol=1e-3, atol=1e-4
+    )
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
     torch.testing.assert_close(dual, moved)
@@ -182,10 +210,14 @@ def test_ensembles_of_layers(name: str) -> None:
     if name.startswith("proxy"):  # which holds its norm by a reference: the copy's
         blank[1].follow(blank[0])
     found = vmap(lambda *tensors: functional_call(blank, tensors, (x,)))(*state)
-    torch.testing.assert_close(found, torch.stack([member(x) for member in members]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found, torch.stack([member(x) for member in members]), rtol=1e-4, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "proxy prelu"])  # a trace has names of its own
+@pytest.mark.parametrize(
+    "name", [name for name in LAYERS if name != "proxy prelu"]
+)  # a trace has names of its own
 def test_traces_hold_the_strength(name: str, tmp_path: Any) -> None:
     layer, x = build(name, 0.0)
     if name.startswith("batch"):
@@ -212,7 +244,9 @@ def test_traces_hold_the_strength(name: str, tmp_path: Any) -> None:
     ],
     ids=["alpha", "groups", "scale"],
 )
-def test_the_state_of_a_trace_holds_the_settings(layer: nn.Module, other: nn.Module, setting: str) -> None:
+def test_the_state_of_a_trace_holds_the_settings(
+    layer: nn.Module, other: nn.Module, setting: str
+) -> None:
     """A trace keeps the buffers, and none of the methods that fill them in when a layer is saved."""
     with torch.no_grad():
         traced = torch.jit.trace(layer.eval(), (torch.randn(3, 8, 4, 5),), check_trace=False)
@@ -238,9 +272,12 @@ OUT_OF_RANGE = {
 
 
 @pytest.mark.parametrize(
-    ("make", "options"), [(make, options) for make, refused in OUT_OF_RANGE.items() for options in refused]
+    ("make", "options"),
+    [(make, options) for make, refused in OUT_OF_RANGE.items() for options in refused],
 )
-def test_options_out_of_range_are_named(make: Callable[..., nn.Module], options: dict[str, Any]) -> None:
+def test_options_out_of_range_are_named(
+    make: Callable[..., nn.Module], options: dict[str, Any]
+) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         make(**options)
 
@@ -248,23 +285,38 @@ def test_options_out_of_range_are_named(make: Callable[..., nn.Module], options:
 def trained(name: str) -> dict[str, Tensor]:
     """Train two steps and evaluate; the outputs, the gradients and the state afterwards."""
     make, shape = LAYERS[name]
-    x = (0.7 * torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float32, device="cpu")).exp()
+    x = (
+        0.7
+        * torch.randn(
+            shape, generator=torch.Generator().manual_seed(7), dtype=torch.float32, device="cpu"
+        )
+    ).exp()
     torch.manual_seed(5)
     layer = make(dtype=torch.float32, device="cpu")
     if isinstance(layer, layers.NormalityMixin):
         layer.noise = 0.5
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(torch.randn(parameter.shape, dtype=torch.float32, device="cpu"), alpha=0.3)
+            parameter.add_(
+                torch.randn(parameter.shape, dtype=torch.float32, device="cpu"), alpha=0.3
+            )
     found = {}
     for step in range(2):
         x.requires_grad_().grad = None
         out = layer(x)
         out.backward(torch.randn(out.shape, dtype=torch.float32, device="cpu"))
         found |= {f"out {step}": out.detach(), f"grad {step}": x.grad}
-    found |= {f"gradient of {n}": p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
+    found |= {
+        f"gradient of {n}": p.grad.clone()
+        for n, p in layer.named_parameters()
+        if p.grad is not None
+    }
     with torch.no_grad():
-        return found | {"evaluated": layer.eval()(x)} | {f"state {n}": v.clone() for n, v in layer.state_dict().items()}
+        return (
+            found
+            | {"evaluated": layer.eval()(x)}
+            | {f"state {n}": v.clone() for n, v in layer.state_dict().items()}
+        )
 
 
 @on("eager", "cpp")

@@ -1,4 +1,6 @@
-"""What each layer says of itself: its form in plain operations, its constant map, its plain and its source's layer."""
+"""What each layer says of itself: its form in plain operations, its constant map, its plain and its
+source's layer.
+"""
 
 import copy
 from collections.abc import Callable
@@ -94,7 +96,9 @@ def built(name: str, strength: float = 1.0) -> Any:
 
 
 def inputs(name: str, scale: float = 1.5) -> Tensor:
-    x = torch.randn(SHAPES.get(name, IMAGES), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    x = torch.randn(
+        SHAPES.get(name, IMAGES), generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     return scale * (0.5 + (0.4 * x).exp())
 
 
@@ -110,18 +114,27 @@ def test_the_form_is_the_layer_in_plain_operations(name: str, strength: float) -
     layer, x = built(name, strength), inputs(name)
     modes = [module.training for module in layer.train().modules()]
     form = layer.inference_form()
-    assert [module.training for module in layer.modules()] == modes  # not even those of a fused activation
-    assert not any(isinstance(module, layers.converted_layer.ConvertedLayer) for module in form.modules())
+    assert [
+        module.training for module in layer.modules()
+    ] == modes  # not even those of a fused activation
+    assert not any(
+        isinstance(module, layers.converted_layer.ConvertedLayer) for module in form.modules()
+    )
     assert not any(parameter.requires_grad for parameter in form.parameters())
     expected = precise(layer.eval(), x)
-    torch.testing.assert_close(form(x.float()).double(), expected, rtol=2e-5, atol=2e-5 * expected.std().item())
+    torch.testing.assert_close(
+        form(x.float()).double(), expected, rtol=2e-5, atol=2e-5 * expected.std().item()
+    )
     if name in RUNNING:
         assert (layer.affine_map() is None) == (strength > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_constant_norm_of_half_precision_scales_exactly(dtype: torch.dtype) -> None:
-    form, x = ConstantNorm(*torch.tensor([[0.0] * C, [2.0] * C, [1.0] * C]).to(dtype)), torch.randn(IMAGES)
+    form, x = (
+        ConstantNorm(*torch.tensor([[0.0] * C, [2.0] * C, [1.0] * C]).to(dtype)),
+        torch.randn(IMAGES),
+    )
     torch.testing.assert_close(form(x), 2 * x + 1, rtol=1e-6, atol=1e-6)
 
 
@@ -144,12 +157,19 @@ def test_an_estimate_may_be_one_of_the_singular_points(kappa: float) -> None:
     estimate = oracle.newton_estimate(h, (2,)) - 1
     layer: Any = layers.GroupNormalNorm(2, C, affine=False).eval()
     strength = kappa / estimate.flatten()[0].item()
-    found = EstimatedTransform(layer._sets(), 1e-5, strength, (None, None), per_channel=True)(x.float())
+    found = EstimatedTransform(layer._sets(), 1e-5, strength, (None, None), per_channel=True)(
+        x.float()
+    )
     lmbda = 1 + strength * estimate
     expected = np.stack(
-        [[oracle.psi(v.numpy(), float(p)) for v, p in zip(*pair, strict=True)] for pair in zip(h, lmbda, strict=True)]
+        [
+            [oracle.psi(v.numpy(), float(p)) for v, p in zip(*pair, strict=True)]
+            for pair in zip(h, lmbda, strict=True)
+        ]
     )
-    torch.testing.assert_close(found.double(), torch.from_numpy(expected).view(x.shape), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(
+        found.double(), torch.from_numpy(expected).view(x.shape), rtol=1e-4, atol=2e-5
+    )
 
 
 HALF = [*(name for name in ESTIMATING if "act" not in name), "gn", "ln act"]
@@ -159,11 +179,15 @@ HALF = [*(name for name in ESTIMATING if "act" not in name), "gn", "ln act"]
 @pytest.mark.parametrize("scale", [1e-3, 300.0])
 @pytest.mark.parametrize("name", HALF)
 def test_forms_hold_in_strict_float16(name: str, scale: float, strength: float) -> None:
-    """Every operation rounds to float16; centred values of 300 and more would overflow when squared."""
+    """Every operation rounds to float16; centred values of 300 and more would overflow when
+    squared.
+    """
     layer, x = built(name, strength), inputs(name, scale).half()
     found = layer.inference_form().half()(x)
     expected = precise(layer, x)
-    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 * expected.std().item())
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0.02, atol=0.02 * expected.std().item()
+    )
 
 
 def test_far_outliers_do_not_upset_the_estimate_in_float16() -> None:
@@ -178,15 +202,21 @@ def test_far_outliers_do_not_upset_the_estimate_in_float16() -> None:
 def test_constant_sets_become_beta_in_float16() -> None:
     layer: Any = built("gnn")
     found = layer.inference_form().half()(torch.full((2, C, 3, 3), 7.0, dtype=torch.float16))
-    torch.testing.assert_close(found, layer.bias.half().view(1, -1, 1, 1).expand_as(found), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        found, layer.bias.half().view(1, -1, 1, 1).expand_as(found), atol=1e-2, rtol=1e-2
+    )
 
 
 def test_instance_norm_takes_single_samples() -> None:
     layer, x = built("inn tracked", 0.5), inputs("inn")[0]
-    torch.testing.assert_close(layer.inference_form()(x.float()).double(), precise(layer, x), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        layer.inference_form()(x.float()).double(), precise(layer, x), rtol=2e-5, atol=2e-5
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if not name.startswith(("proxy", "constant"))])
+@pytest.mark.parametrize(
+    "name", [name for name in ALL if not name.startswith(("proxy", "constant"))]
+)
 def test_the_source_layer_is_the_layer_at_strength_0_around_the_same_tensors(name: str) -> None:
     layer, x = built(name, 0.0), inputs(name)
     source = layer.source_layer()
@@ -196,12 +226,28 @@ def test_the_source_layer_is_the_layer_at_strength_0_around_the_same_tensors(nam
         assert tensor is dict((*layer.named_parameters(), *layer.named_buffers()))[key]
 
 
-PLAIN = {"lnn": 0.0, "bnn act": 0.0, "inn": 0.0, "gnn act": 0.0, "dbnn": 0.0, "frozen act": 1.0, "standardized": 0.5}
+PLAIN = {
+    "lnn": 0.0,
+    "bnn act": 0.0,
+    "inn": 0.0,
+    "gnn act": 0.0,
+    "dbnn": 0.0,
+    "frozen act": 1.0,
+    "standardized": 0.5,
+}
 
 
 @pytest.mark.parametrize(
     ("name", "strength"),
-    [*PLAIN.items(), ("frozen", 1.0), ("gn", 0.0), ("gn", 1.0), ("ln act", 1.0), ("proxy", 0.5), ("proxy last", 1.0)],
+    [
+        *PLAIN.items(),
+        ("frozen", 1.0),
+        ("gn", 0.0),
+        ("gn", 1.0),
+        ("ln act", 1.0),
+        ("proxy", 0.5),
+        ("proxy last", 1.0),
+    ],
 )
 def test_the_plain_layer_behind_its_constants_is_the_layer(name: str, strength: float) -> None:
     layer, x = built(name, strength), inputs(name)
@@ -210,13 +256,22 @@ def test_the_plain_layer_behind_its_constants_is_the_layer(name: str, strength: 
     if affine is not None:
         x = x * affine[0].view(-1, 1, 1) + affine[1].view(-1, 1, 1)
     torch.testing.assert_close(copy.deepcopy(plain).double()(x), expected, rtol=1e-5, atol=1e-5)
-    trained, kept = (sum(p.numel() for p in of.parameters() if p.requires_grad) for of in (layer, plain))
-    assert kept == trained - (2 * C if name.startswith("proxy") else 0)  # the proxy's own become constants
+    trained, kept = (
+        sum(p.numel() for p in of.parameters() if p.requires_grad) for of in (layer, plain)
+    )
+    assert kept == trained - (
+        2 * C if name.startswith("proxy") else 0
+    )  # the proxy's own become constants
 
 
 @pytest.mark.parametrize(
     ("name", "strength", "reason"),
-    [("bnn2d", 1.0, "power transform"), ("dbn", 0.5, "whitens"), ("gn", 0.5, "between"), ("gnn", 0.1, "power")],
+    [
+        ("bnn2d", 1.0, "power transform"),
+        ("dbn", 0.5, "whitens"),
+        ("gn", 0.5, "between"),
+        ("gnn", 0.1, "power"),
+    ],
 )
 def test_what_no_library_computes_is_refused(name: str, strength: float, reason: str) -> None:
     with pytest.raises(RetrofitError, match=reason):

@@ -1,4 +1,6 @@
-"""The gradient of frozen batch normalization in channels_last on a GPU, against that of torch's own layer."""
+"""The gradient of frozen batch normalization in channels_last on a GPU, against that of torch's own
+layer.
+"""
 
 import pytest
 import torch
@@ -16,8 +18,14 @@ X = torch.randn(4, 6, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.
 def test_on_cuda(dtype: torch.dtype, affine: bool) -> None:
     exact = torch.promote_types(dtype, torch.float32)
     theirs = nn.BatchNorm2d(6, affine=affine, device="cuda", dtype=exact).eval()
-    theirs.load_state_dict({"running_mean": MEAN, "running_var": VAR, "weight": WEIGHT, "bias": BIAS}, strict=False)
-    ours, x, found = FrozenBatchNorm(6, affine=affine, device="cuda", dtype=exact), X.to("cuda", dtype), []
+    theirs.load_state_dict(
+        {"running_mean": MEAN, "running_var": VAR, "weight": WEIGHT, "bias": BIAS}, strict=False
+    )
+    ours, x, found = (
+        FrozenBatchNorm(6, affine=affine, device="cuda", dtype=exact),
+        X.to("cuda", dtype),
+        [],
+    )
     ours.load_state_dict(theirs.state_dict())
     for layer in (theirs, ours):
         own = x.clone().requires_grad_()

@@ -1,4 +1,6 @@
-"""MigratedGroupNorm against torch's own layers at both ends of its path, and against the plain formula between."""
+"""MigratedGroupNorm against torch's own layers at both ends of its path, and against the plain
+formula between.
+"""
 
 import copy
 from typing import Any
@@ -13,9 +15,13 @@ from retrofit.layers.migrated_group_norm import MigratedGroupNorm, group_gain
 from tests import oracles as oracle
 
 
-def layer(groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: Any) -> MigratedGroupNorm:
+def layer(
+    groups: int = 2, strength: float = 1.0, eps: float = 1e-3, **options: Any
+) -> MigratedGroupNorm:
     """A float64 layer with unlike channels."""
-    made = MigratedGroupNorm(groups, 6, eps, group_eps=0.02, strength=strength, dtype=torch.float64, **options)
+    made = MigratedGroupNorm(
+        groups, 6, eps, group_eps=0.02, strength=strength, dtype=torch.float64, **options
+    )
     with torch.no_grad():
         made.running_mean.normal_()
         made.running_var.uniform_(0.2, 3)
@@ -29,8 +35,12 @@ def expected(norm: MigratedGroupNorm, x: Tensor) -> Tensor:
     stats = norm.running_mean, norm.running_var
     t = norm.strength.double().item()
     absent = torch.ones(6).double(), torch.zeros(6).double()
-    affine = [other if p is None else p for p, other in zip((norm.weight, norm.bias), absent, strict=True)]
-    return oracle.migrated_group_norm(x, norm.num_groups, *stats, *affine, t, norm.group_eps, norm.eps, norm.gain)
+    affine = [
+        other if p is None else p for p, other in zip((norm.weight, norm.bias), absent, strict=True)
+    ]
+    return oracle.migrated_group_norm(
+        x, norm.num_groups, *stats, *affine, t, norm.group_eps, norm.eps, norm.gain
+    )
 
 
 @pytest.mark.parametrize("strength", [0.0, 0.25, 1.0])
@@ -78,28 +88,40 @@ def test_no_cancellation_at_large_offsets(shape: tuple[int, ...]) -> None:
 def test_at_strength_0_what_overflows_does_not_spread(value: float) -> None:
     norm, x = layer(2, 0.0).float(), torch.randn(2, 6, 3)
     x[0, 1, 1] = value
-    reference = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps.item())
+    reference = F.batch_norm(
+        x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps.item()
+    )
     torch.testing.assert_close(norm(x), reference, equal_nan=True)
     norm.set_strength(1.0)
     assert norm(x)[1].isfinite().all()
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_sources_checkpoint_is_the_same_function_loaded_after_converting_as_before(affine: bool) -> None:
-    """Of another network than the one converted: gain and group_eps follow the gammas and variances loaded."""
+def test_a_sources_checkpoint_is_the_same_function_loaded_after_converting_as_before(
+    affine: bool,
+) -> None:
+    """Of another network than the one converted: gain and group_eps follow the gammas and variances
+    loaded.
+    """
     other, checkpoint = nn.BatchNorm2d(6, affine=affine), nn.BatchNorm2d(6, affine=affine).eval()
     for name, value in checkpoint.state_dict().items():
         if value.is_floating_point():
-            nn.init.uniform_(value, 1e-4, 2) if "var" not in name else nn.init.uniform_(value, 1e-5, 1e-3)
+            nn.init.uniform_(value, 1e-4, 2) if "var" not in name else nn.init.uniform_(
+                value, 1e-5, 1e-3
+            )
     x = torch.randn(2, 6, 3, 3)
     late, _ = retrofit.convert(nn.Sequential(other.eval()), "gn", groups=2, check=False)
     late[0].load_state_dict(checkpoint.state_dict())
-    early, _ = retrofit.convert(nn.Sequential(copy.deepcopy(checkpoint)), "gn", groups=2, check=False)
+    early, _ = retrofit.convert(
+        nn.Sequential(copy.deepcopy(checkpoint)), "gn", groups=2, check=False
+    )
     for strength in (0.0, 0.5, 1.0):
         retrofit.set_strength(late, strength)
         retrofit.set_strength(early, strength)
         torch.testing.assert_close(late(x), early(x))
-    again, _ = retrofit.convert(nn.Sequential(nn.BatchNorm2d(6, affine=affine).eval()), "gn", groups=2, check=False)
+    again, _ = retrofit.convert(
+        nn.Sequential(nn.BatchNorm2d(6, affine=affine).eval()), "gn", groups=2, check=False
+    )
     early[0].gain.mul_(2)
     again.load_state_dict(early.state_dict())  # which has a gain of its own
     torch.testing.assert_close(again(x), early(x))
@@ -109,7 +131,9 @@ def test_what_reads_the_layers_tensors_reads_the_sources_eps() -> None:
     source = nn.BatchNorm1d(6, eps=0.3).eval()
     norm: Any = retrofit.convert(nn.Sequential(source), "ln", check=False)[0][0]
     x = torch.randn(4, 6)
-    read = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    read = F.batch_norm(
+        x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+    )
     torch.testing.assert_close(read, norm(x))
 
 
@@ -131,7 +155,9 @@ def test_the_gain_weighs_channels_by_gamma_and_leaves_a_group_its_power() -> Non
     gain = group_gain(weight, 2)
     assert gain is not None
     torch.testing.assert_close(gain[:3].square(), 3 / 6 * weight[:3].abs())
-    torch.testing.assert_close(gain[3:], torch.ones(3, dtype=torch.float64))  # a group that is off as a whole
+    torch.testing.assert_close(
+        gain[3:], torch.ones(3, dtype=torch.float64)
+    )  # a group that is off as a whole
     off = group_gain(torch.tensor([1.0, 0.0]), 1)
     assert off is not None
     torch.testing.assert_close(off[1].square() / off[0].square(), torch.tensor(0.005))

@@ -1,4 +1,6 @@
-"""What every normality-normalized layer promises, against torch's own layers and the paper's formulas."""
+"""What every normality-normalized layer promises, against torch's own layers and the paper's
+formulas.
+"""
 
 import math
 from functools import partial
@@ -10,10 +12,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests import oracles as oracle
-from tests.layers.cases import CASES, EPS, WHITENED, Case, affine_of, as_sets, assert_same_gradient, on, randomise
+from tests.layers.cases import (
+    CASES,
+    EPS,
+    WHITENED,
+    Case,
+    affine_of,
+    as_sets,
+    assert_same_gradient,
+    on,
+    randomise,
+)
 
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-AND_WHITENED = pytest.mark.parametrize("case", [*CASES.values(), WHITENED], ids=[*CASES, "whitened"])
+AND_WHITENED = pytest.mark.parametrize(
+    "case", [*CASES.values(), WHITENED], ids=[*CASES, "whitened"]
+)
 
 
 def pair(case: Case, strength: float) -> tuple[nn.Module, nn.Module]:
@@ -24,7 +38,9 @@ def pair(case: Case, strength: float) -> tuple[nn.Module, nn.Module]:
     return ours, torchs
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items() if case.running])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name) for name, case in CASES.items() if case.running]
+)
 def test_running_lambda_of_one_is_torchs_layer_to_the_bit(case: Case) -> None:
     for strength in (0.0, 1.0):
         ours, torchs = pair(case, strength)
@@ -42,7 +58,9 @@ def test_matches_the_papers_algorithm(case: Case, strength: float, alpha: float)
     weight, bias = affine_of(case, ours)
     x, y = (case.input(torch.float64).requires_grad_() for _ in range(2))
     out = ours(x)
-    expected = oracle.normality_norm(as_sets(case, y), weight, bias, case.dim, EPS, strength * alpha).reshape(y.shape)
+    expected = oracle.normality_norm(
+        as_sets(case, y), weight, bias, case.dim, EPS, strength * alpha
+    ).reshape(y.shape)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
     assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
 
@@ -67,7 +85,9 @@ def test_noise_is_scaled_by_the_spread_of_each_set(case: Case) -> None:
     quiet, noisy = case.ours(noise=0.0), case.ours(noise=0.5)
     torch.manual_seed(3)
     x = torch.cat([case.input()] * 64) if case.dim[0] == 0 else case.input()
-    draws = torch.stack([as_sets(case, noisy(x) - quiet(x)).detach() for _ in range(100 // max(1, len(x) // 64))])
+    draws = torch.stack(
+        [as_sets(case, noisy(x) - quiet(x)).detach() for _ in range(100 // max(1, len(x) // 64))]
+    )
     y = as_sets(case, quiet(x)).detach()
     scale = 0.5 * (y - y.mean(case.dim, keepdim=True)).abs().mean(case.dim, keepdim=True)
     z = (draws / scale).flatten()
@@ -96,7 +116,9 @@ def test_noise_follows_the_strength_and_the_seed_in_training_only(case: Case) ->
 @ALL
 def test_affine_and_bias_are_optional(case: Case) -> None:
     assert case.ours(**{case.affine: False})(case.input()).isfinite().all()
-    no_bias, full = (case.ours(**{case.affine: True}, noise=0.0, bias=bias) for bias in (False, True))
+    no_bias, full = (
+        case.ours(**{case.affine: True}, noise=0.0, bias=bias) for bias in (False, True)
+    )
     assert no_bias.bias is None
     assert torch.equal(no_bias(case.input()), full(case.input()))
 
@@ -126,12 +148,23 @@ def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
         before = [b.clone() for b in ours.buffers()]
         out = ours(empty)
         assert out.shape == empty.shape
-        if not isinstance(torchs, nn.modules.instancenorm._InstanceNorm):  # torch's own fails here when affine
+        if not isinstance(
+            torchs, nn.modules.instancenorm._InstanceNorm
+        ):  # torch's own fails here when affine
             assert out.shape == torchs(empty).shape
         out.sum().backward()
         assert all(torch.equal(a, b) for a, b in zip(before, ours.buffers(), strict=True))
     assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
-    for shape in ((), (3,), (2, 5), (2, 5, 3), (1, 1, 1, 1, 1, 1), (2, 7, 3, 3), (1, 6, 1, 1), (1, 6)):
+    for shape in (
+        (),
+        (3,),
+        (2, 5),
+        (2, 5, 3),
+        (1, 1, 1, 1, 1, 1),
+        (2, 7, 3, 3),
+        (1, 6, 1, 1),
+        (1, 6),
+    ):
         try:
             torchs.train()(torch.ones(shape))
         except (RuntimeError, ValueError):
@@ -144,11 +177,17 @@ def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
 XI, T = 0.3, 0.7
 
 
-def built(case: Case, **options: Any) -> nn.Module:  # a layer in float64 with random affine parameters, and noise
-    return randomise(case.ours(**{case.affine: True}, **{"noise": XI, "strength": T, **options})).double()
+def built(
+    case: Case, **options: Any
+) -> nn.Module:  # a layer in float64 with random affine parameters, and noise
+    return randomise(
+        case.ours(**{case.affine: True}, **{"noise": XI, "strength": T, **options})
+    ).double()
 
 
-@pytest.mark.parametrize("name", ["batch2d", "layer two dims", "layer channels first", "group", "instance2d"])
+@pytest.mark.parametrize(
+    "name", ["batch2d", "layer two dims", "layer channels first", "group", "instance2d"]
+)
 @pytest.mark.parametrize(("kind", "alpha"), [("unscaled", 0.4), ("gaussian-dropout", 1.0)])
 def test_other_kinds_of_noise(name: str, kind: str, alpha: float) -> None:
     case = CASES[name]
@@ -159,7 +198,11 @@ def test_other_kinds_of_noise(name: str, kind: str, alpha: float) -> None:
     torch.manual_seed(3)
     plain = oracle.normality_norm(as_sets(case, y), None, None, case.dim, EPS, T * alpha)
     z = torch.randn_like(plain)
-    noisy = plain + T * XI * math.sqrt(2 / math.pi) * z if kind == "unscaled" else plain * (1 + T * XI * z)
+    noisy = (
+        plain + T * XI * math.sqrt(2 / math.pi) * z
+        if kind == "unscaled"
+        else plain * (1 + T * XI * z)
+    )
     weight, bias = affine_of(case, layer)
     expected = (noisy * weight + bias).reshape(y.shape)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
@@ -171,7 +214,9 @@ def test_other_kinds_of_noise(name: str, kind: str, alpha: float) -> None:
 def test_the_options_show_where_they_are_not_the_papers() -> None:
     make = CASES["group"].ours
     assert repr(make()).endswith("noise=0.4)")
-    assert repr(make(noise_kind="unscaled", alpha=0.5)).endswith("noise=0.4, noise_kind=unscaled, alpha=0.5)")
+    assert repr(make(noise_kind="unscaled", alpha=0.5)).endswith(
+        "noise=0.4, noise_kind=unscaled, alpha=0.5)"
+    )
 
 
 def test_instance_norms_set_to_track_without_buffers_say_what_is_missing() -> None:

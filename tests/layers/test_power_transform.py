@@ -1,4 +1,6 @@
-"""The power transform and the estimate of lambda against scipy, and on the sets that break a plain Newton step."""
+"""The power transform and the estimate of lambda against scipy, and on the sets that break a plain
+Newton step.
+"""
 
 import math
 
@@ -37,8 +39,12 @@ def test_the_step_is_newtons_by_scipys_likelihood(name: str, variance: float) ->
     h = standardized(SETS[name](np.random.default_rng(0)), variance)
     slope, curvature = oracle.likelihood_derivatives(h.numpy())
     step, gradient = step_of(h)
-    assert step.item() == pytest.approx(-slope / max(curvature, power_transform.MIN_CURVATURE), rel=1e-4, abs=1e-5)
-    assert gradient.by_m1.item() == pytest.approx(1 / max(curvature, power_transform.MIN_CURVATURE), rel=1e-4)
+    assert step.item() == pytest.approx(
+        -slope / max(curvature, power_transform.MIN_CURVATURE), rel=1e-4, abs=1e-5
+    )
+    assert gradient.by_m1.item() == pytest.approx(
+        1 / max(curvature, power_transform.MIN_CURVATURE), rel=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +69,8 @@ HARD = {
     "constant": torch.full((64,), 3.7),
     "two values": torch.tensor([0.0, 1.0]).repeat(32),
     "one different": torch.nn.functional.one_hot(torch.tensor(0), 4096).float(),
-    "bimodal": torch.cat([torch.full((32,), -1.0), torch.full((32,), 1.0)]) + torch.linspace(0, 1e-3, 64),
+    "bimodal": torch.cat([torch.full((32,), -1.0), torch.full((32,), 1.0)])
+    + torch.linspace(0, 1e-3, 64),
     "lopsided bimodal": torch.cat([torch.zeros(60), torch.ones(4)]),
     "below eps": torch.linspace(0, 1, 64) * 1e-5,
     "far below eps": torch.linspace(0, 1, 64) * 1e-12,
@@ -75,7 +82,9 @@ HARD = {
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_hard_sets_stay_finite_and_within_the_stretch_and_are_torchs_without_spread(name: str) -> None:
+def test_hard_sets_stay_finite_and_within_the_stretch_and_are_torchs_without_spread(
+    name: str,
+) -> None:
     x, plain = (HARD[name].clone().requires_grad_() for _ in range(2))
     out, found = normality_norm(x, None, None, dim=(0,), eps=1e-5)
     for values in (out, nn.functional.layer_norm(plain, x.shape)):
@@ -102,13 +111,17 @@ def test_matches_scipy(lmbda: float) -> None:
 
 @pytest.mark.parametrize("lmbda", LMBDAS)
 def test_gradients(lmbda: float) -> None:
-    h = torch.tensor([-4.0, -0.7, -1e-3, 0.0, 2e-3, 0.3, 6.0], dtype=torch.float64, requires_grad=True)
+    h = torch.tensor(
+        [-4.0, -0.7, -1e-3, 0.0, 2e-3, 0.3, 6.0], dtype=torch.float64, requires_grad=True
+    )
     lam = torch.full_like(h, lmbda).requires_grad_()
     assert torch.autograd.gradcheck(layers.yeo_johnson, (h, lam))
     assert torch.autograd.gradgradcheck(layers.yeo_johnson, (h, lam))
 
 
-@pytest.mark.parametrize("u", [0.0, 1e-8, 1e-3, 0.3, 0.4999, 0.5001, 1.0, 5.0, -0.4999, -0.5001, -20.0])
+@pytest.mark.parametrize(
+    "u", [0.0, 1e-8, 1e-3, 0.3, 0.4999, 0.5001, 1.0, 5.0, -0.4999, -0.5001, -20.0]
+)
 def test_lmbda_derivative_has_no_cancellation(u: float) -> None:
     """Against the defining integral of x * exp(u * x), whose quadrature does not cancel."""
     expected, _ = quad(lambda x: x * np.exp(u * x), 0, 1)

@@ -34,7 +34,9 @@ def affine(dtype: torch.dtype = torch.float64) -> nn.BatchNorm1d:
     return norm
 
 
-def proxy(phi: Callable[[Tensor], Tensor] = F.relu, norm: nn.Module | None = None, **options: object) -> ProxyNorm:
+def proxy(
+    phi: Callable[[Tensor], Tensor] = F.relu, norm: nn.Module | None = None, **options: object
+) -> ProxyNorm:
     """A float64 layer whose own parameters are not zero."""
     layer = ProxyNorm(phi, 5, norm=norm, **options).double()
     if layer.proxy_bias is not None and layer.proxy_scale is not None:
@@ -58,7 +60,11 @@ def as_numpy(activation: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], n
 
     def phi(u: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            return module(torch.tensor(np.atleast_1d(u), dtype=torch.float64)).numpy().reshape(np.shape(u))
+            return (
+                module(torch.tensor(np.atleast_1d(u), dtype=torch.float64))
+                .numpy()
+                .reshape(np.shape(u))
+            )
 
     return phi
 
@@ -75,8 +81,12 @@ def test_moments_are_those_of_the_samples(name: str, params: bool, samples: int)
         assert std[c].item() ** 2 - 0.03 == pytest.approx(expected[1], abs=1e-9)
 
 
-@pytest.mark.parametrize(("scale", "restore"), [(True, False), (False, False), (True, True), (False, True)])
-def test_the_layer_is_equation_7_and_restores_what_it_was_seeded_with(scale: bool, restore: bool) -> None:
+@pytest.mark.parametrize(
+    ("scale", "restore"), [(True, False), (False, False), (True, True), (False, True)]
+)
+def test_the_layer_is_equation_7_and_restores_what_it_was_seeded_with(
+    scale: bool, restore: bool
+) -> None:
     norm, x = affine(), torch.randn(3, 5, 4, dtype=torch.float64)
     layer = proxy(F.silu, norm, scale=scale, restore=restore)
     restored = [(1.0, 0.0)] * 5
@@ -106,7 +116,9 @@ def test_parameters_of_the_activation_count_by_channel() -> None:
 
 
 class Swish(nn.Module):
-    """An activation of a user's own, with a slope a channel that is trained and an offset that is not."""
+    """An activation of a user's own, with a slope a channel that is trained and an offset that is
+    not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +126,9 @@ class Swish(nn.Module):
         self.register_buffer("offset", torch.tensor(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(F.prelu(x, self.slope.flatten())) + self.offset.expand_as(x).lerp(x, self.offset)
+        return x * torch.sigmoid(F.prelu(x, self.slope.flatten())) + self.offset.expand_as(x).lerp(
+            x, self.offset
+        )
 
 
 PARAMETRIC: dict[str, Callable[[], nn.Module]] = {
@@ -127,11 +141,20 @@ PARAMETRIC: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64), (torch.float64, torch.float32)]
+    ("dtype", "of"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float64),
+        (torch.float64, torch.float32),
+    ],
 )
 @pytest.mark.parametrize("name", PARAMETRIC)
-def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, of: torch.dtype) -> None:
-    """Their moments are computed in the type asked for, whatever the parameters are in, and gradients reach them."""
+def test_activations_with_parameters_in_any_type(
+    name: str, dtype: torch.dtype, of: torch.dtype
+) -> None:
+    """Their moments are computed in the type asked for, whatever the parameters are in, and
+    gradients reach them.
+    """
     layer = ProxyNorm(PARAMETRIC[name](), 5, norm=affine(torch.float32))
     expected = copy.deepcopy(layer).double()
     expected.norm.double()
@@ -141,7 +164,9 @@ def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, 
     tolerance = 1e-3 if dtype == torch.float16 else 1e-2 if dtype == torch.bfloat16 else 1e-5
     found_moments = layer.moments(of)
     assert {found.dtype for found in found_moments} == {of}
-    torch.testing.assert_close(found_moments, wanted, atol=tolerance, rtol=tolerance, check_dtype=False)
+    torch.testing.assert_close(
+        found_moments, wanted, atol=tolerance, rtol=tolerance, check_dtype=False
+    )
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(layer.moments(of), found_moments, atol=0, rtol=0)
     grads, double = (
@@ -149,11 +174,15 @@ def test_activations_with_parameters_in_any_type(name: str, dtype: torch.dtype, 
         for moments, of_layer in ((layer.moments(of), layer), (wanted, expected))
     )
     assert {grad.dtype for grad in grads} == {dtype}
-    torch.testing.assert_close(grads, double, atol=10 * tolerance, rtol=10 * tolerance, check_dtype=False)
+    torch.testing.assert_close(
+        grads, double, atol=10 * tolerance, rtol=10 * tolerance, check_dtype=False
+    )
     x = torch.randn(3, 5, 2, 2, dtype=dtype)
     out, wide = layer(x), expected(x.double())
     assert out.dtype == dtype
-    torch.testing.assert_close(out, wide, atol=20 * tolerance, rtol=10 * tolerance, check_dtype=False)
+    torch.testing.assert_close(
+        out, wide, atol=20 * tolerance, rtol=10 * tolerance, check_dtype=False
+    )
 
 
 class Net(nn.Module):  # a norm and its activation under two names, as most networks hold them
@@ -176,7 +205,9 @@ def test_the_norm_is_borrowed_not_owned() -> None:
         assert other.act1.norm is other.bn1
         assert other.bn1 is not net.bn1
     assert torch.equal(copy.deepcopy(net.act1).norm.weight, net.bn1.weight)
-    net.bn1.add_module("act", ProxyNorm(nn.ReLU(), 5, norm=net.bn1))  # a fused layer: the reference is a cycle
+    net.bn1.add_module(
+        "act", ProxyNorm(nn.ReLU(), 5, norm=net.bn1)
+    )  # a fused layer: the reference is a cycle
     for other in (copy.deepcopy(net.bn1), pickle.loads(pickle.dumps(net.bn1))):
         assert other.act.norm is other
     assert "ReLU" in repr(net.bn1)
@@ -190,7 +221,13 @@ def test_the_activation_keeps_its_names_in_the_state_dict() -> None:
         net.act1.activation.weight.uniform_()
     state = net.state_dict()
     assert set(state) - set(net.bn1.state_dict(prefix="bn1.")) == {
-        *("act1.weight", "act1.proxy_bias", "act1.proxy_scale", "act1.strength", "act1.setting_scale")
+        *(
+            "act1.weight",
+            "act1.proxy_bias",
+            "act1.proxy_scale",
+            "act1.strength",
+            "act1.setting_scale",
+        )
     }
     for other in (Net(), copy.deepcopy(Net())):
         other.load_state_dict(state)
@@ -203,8 +240,12 @@ def test_the_activation_keeps_its_names_in_the_state_dict() -> None:
 
 def test_functional_call_refuses_names_that_would_do_nothing() -> None:
     net, x = Net(), torch.randn(4, 5)
-    state = {name: tensor + 1 for name, tensor in net.state_dict().items() if tensor.is_floating_point()}
-    with pytest.raises(AttributeError, match=r"name it activation\.weight, as named_parameters\(\) does"):
+    state = {
+        name: tensor + 1 for name, tensor in net.state_dict().items() if tensor.is_floating_point()
+    }
+    with pytest.raises(
+        AttributeError, match=r"name it activation\.weight, as named_parameters\(\) does"
+    ):
         torch.func.functional_call(net, state, (x,))
     parameters = {name: tensor + 1 for name, tensor in net.named_parameters()}
     assert not torch.allclose(torch.func.functional_call(net, parameters, (x,)), net(x))

@@ -16,11 +16,16 @@ from retrofit.layers import WeightStandardizedConv2d
 @pytest.mark.parametrize(
     ("timms", "options", "scale"),
     [
-        *((StdConv2d, options, 1.0) for options in ({}, {"groups": 2, "stride": 2}, {"dilation": 2, "bias": False})),
+        *(
+            (StdConv2d, options, 1.0)
+            for options in ({}, {"groups": 2, "stride": 2}, {"dilation": 2, "bias": False})
+        ),
         (partial(ScaledStdConv2d, gamma=1.7), {"bias": True}, 1.7 * (4 * 9) ** -0.5),
     ],
 )
-def test_at_strength_1_it_is_timms(timms: Callable[..., nn.Module], options: dict[str, Any], scale: float) -> None:
+def test_at_strength_1_it_is_timms(
+    timms: Callable[..., nn.Module], options: dict[str, Any], scale: float
+) -> None:
     reference = timms(4, 6, 3, padding=1, **options).double()
     conv = WeightStandardizedConv2d(4, 6, 3, padding=1, **{"bias": False} | options).double()
     conv.load_state_dict(reference.state_dict(), strict=False)
@@ -47,18 +52,28 @@ def test_seeded_it_starts_as_the_convolution(kind: str, strength: float) -> None
     if strength == 1:  # neither scale nor mean of the weight matter any more
         torch.testing.assert_close(conv(x), source(x), atol=1e-4, rtol=1e-4)
     if strength == 0:
-        source.load_state_dict({key: value for key, value in conv.state_dict().items() if key in ("weight", "bias")})
+        source.load_state_dict(
+            {key: value for key, value in conv.state_dict().items() if key in ("weight", "bias")}
+        )
         assert torch.equal(conv(x), source(x))
 
 
 def test_names_and_types() -> None:
     conv = WeightStandardizedConv2d(4, 6, 3)
-    assert set(conv.state_dict()) == {"weight", "bias", "restore_scale", "restore_shift", "strength"}
+    assert set(conv.state_dict()) == {
+        "weight",
+        "bias",
+        "restore_scale",
+        "restore_shift",
+        "strength",
+    }
     assert [name for name, _ in conv.named_parameters()] == ["weight", "bias"]
     x = torch.randn(1, 4, 5, 5)
     with torch.autocast("cpu", torch.bfloat16):
         assert conv(x).dtype == torch.bfloat16
     assert conv.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
-    assert WeightStandardizedConv2d(4, 6, 3, dtype=torch.bfloat16).restore_scale.dtype == torch.float32
+    assert (
+        WeightStandardizedConv2d(4, 6, 3, dtype=torch.bfloat16).restore_scale.dtype == torch.float32
+    )
     with pytest.raises(ValueError, match="single weight"):
         WeightStandardizedConv2d(4, 4, 1, groups=4)

@@ -1,4 +1,6 @@
-"""Networks with values that show, artifacts of them, and what must hold of a network that comes back."""
+"""Networks with values that show, artifacts of them, and what must hold of a network that comes
+back.
+"""
 
 import json
 import shutil
@@ -19,14 +21,20 @@ from retrofit.networks.library import build
 from retrofit.record import ModelSource
 
 HALF: dict[str, Any] = {"layers": [1, 1, 0, 0], "channels": [32, 48, 48, 48]}
-"""Half of timm's test_resnet, for tests in which the number of layers counts: exports, reports and training runs."""
+"""Half of timm's test_resnet, for tests in which the number of layers counts: exports, reports and
+training runs.
+"""
 FLAGS = [word for name, value in HALF.items() for word in ("--model-kwargs", f"{name}={value}")]
 
 
-def spread(model: nn.Module) -> nn.Module:  # give all tensors, statistics too, values that show in the output
+def spread(
+    model: nn.Module,
+) -> nn.Module:  # give all tensors, statistics too, values that show in the output
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
-            tensor.uniform_(0.1, 1) if tensor.ndim < 2 else tensor.normal_(0, tensor[0].numel() ** -0.5)
+            tensor.uniform_(0.1, 1) if tensor.ndim < 2 else tensor.normal_(
+                0, tensor[0].numel() ** -0.5
+            )
     return model
 
 
@@ -38,29 +46,40 @@ def built(name: str, to: str | None = None, **kwargs: Any) -> nn.Module:
 
 @pytest.fixture(scope="session")
 def _saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, _ = retrofit.convert(built("test_resnet", num_classes=3), "bnn", only="conv1", noise=0.1, check=False)
+    model, _ = retrofit.convert(
+        built("test_resnet", num_classes=3), "bnn", only="conv1", noise=0.1, check=False
+    )
     model, _ = retrofit.convert(model, "gn-pn", check=False)
     retrofit.set_strength(model, 0.5)
-    vars(model.conv1[1]).update(momentum=None, noise=0.25, noise_kind="unscaled")  # as a run may set them
+    vars(model.conv1[1]).update(
+        momentum=None, noise=0.25, noise_kind="unscaled"
+    )  # as a run may set them
     retrofit.save(model, path := tmp_path_factory.mktemp("saved") / "a.safetensors")
     return path
 
 
 @pytest.fixture
 def saved(_saved: Path, tmp_path: Path) -> Path:
-    """The artifact of a network converted twice, its `conv1` to `bnn` and then the others to `gn-pn`; half-way."""
+    """The artifact of a network converted twice, its `conv1` to `bnn` and then the others to
+    `gn-pn`; half-way.
+    """
     return Path(shutil.copy(_saved, tmp_path))
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> None:
     """Change an artifact's manifest and tensors."""
-    manifest, tensors = read_manifest(path), {name: tensor.clone() for name, tensor in load_file(path).items()}
+    manifest, tensors = (
+        read_manifest(path),
+        {name: tensor.clone() for name, tensor in load_file(path).items()},
+    )
     change(manifest, tensors)
     manifest["checksum"] = checksum(tensors)
     save_file(tensors, path, metadata={"format": "pt", "retrofit": json.dumps(manifest)})
 
 
-def refused(message: str, error: type[RetrofitError] = RetrofitError, names: object = "") -> pytest.RaisesExc[Any]:
+def refused(
+    message: str, error: type[RetrofitError] = RetrofitError, names: object = ""
+) -> pytest.RaisesExc[Any]:
     """Expect an error of one line that is not too long and, if asked for, names the file."""
 
     def as_it_should_be(error: RetrofitError) -> bool:
@@ -70,7 +89,9 @@ def refused(message: str, error: type[RetrofitError] = RetrofitError, names: obj
 
 
 def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,11 @@ class UNet(nn.Module):
 
 def build(num_classes: int = 2) -> UNet:
     model = UNet(num_classes)
-    model.pretrained_cfg = {"input_size": (3, 64, 64), "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    model.pretrained_cfg = {
+        "input_size": (3, 64, 64),
+        "mean": (0.0, 0.0, 0.0),
+        "std": (1.0, 1.0, 1.0),
+    }
     return model
 
 

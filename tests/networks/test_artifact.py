@@ -45,8 +45,12 @@ def _assert_same(a: nn.Module, b: nn.Module) -> None:
         ("test_vit", "lnn", {"img_size": 64}),
         ("tv:mobilenet_v3_small", "bnn", {"num_classes": 3}),
         pytest.param("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}, marks=pytest.mark.slow),
-        pytest.param("tv:ssdlite320_mobilenet_v3_large", "normal", {}, marks=pytest.mark.slow),  # answers boxes
-        pytest.param("tv:regnet_y_400mf", "bnn", {}, marks=pytest.mark.slow),  # does not build on the meta device
+        pytest.param(
+            "tv:ssdlite320_mobilenet_v3_large", "normal", {}, marks=pytest.mark.slow
+        ),  # answers boxes
+        pytest.param(
+            "tv:regnet_y_400mf", "bnn", {}, marks=pytest.mark.slow
+        ),  # does not build on the meta device
     ],
 )
 def test_round_trip(tmp_path: Path, name: str, to: str | None, kwargs: dict[str, Any]) -> None:
@@ -70,11 +74,19 @@ def test_several_conversions_are_replayed_in_order(saved: Path) -> None:
 
 
 def test_manifest(tmp_path: Path) -> None:
-    preprocess = Preprocess((3, 64, 64), (*np.array([0.1, 0.2, 0.3]),), (1.0, 1.0, 1.0), "bilinear", 0.9)
+    preprocess = Preprocess(
+        (3, 64, 64), (*np.array([0.1, 0.2, 0.3]),), (1.0, 1.0, 1.0), "bilinear", 0.9
+    )
     model = built("test_resnet", "bnn", num_classes=2)
     surgery.set_strength(model, 0.5)
     others = {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "center"}
-    save(model, tmp_path / "a.safetensors", labels=["cat", "dog"], weights=WEIGHTS, preprocess=preprocess)
+    save(
+        model,
+        tmp_path / "a.safetensors",
+        labels=["cat", "dog"],
+        weights=WEIGHTS,
+        preprocess=preprocess,
+    )
     manifest = read_manifest(tmp_path / "a.safetensors")
     (plan,) = record_of(model).plans
     assert manifest == {
@@ -82,10 +94,17 @@ def test_manifest(tmp_path: Path) -> None:
         "model": {"library": "timm", "name": "test_resnet", "kwargs": {"num_classes": 2}},
         "conversion": {"to": "bnn", "steps": [plan.to_dict()]},
         "layers": plan.to_dict()["layers"],
-        "training": {row.name: {"momentum": 0.1, "noise": 0.0, "noise_kind": "scaled"} for row in plan.layers},
+        "training": {
+            row.name: {"momentum": 0.1, "noise": 0.0, "noise_kind": "scaled"} for row in plan.layers
+        },
         "checksum": checksum(load_file(tmp_path / "a.safetensors")),
         "sampled_outputs": manifest["sampled_outputs"],
-        "preprocess": {"input_size": [3, 64, 64], "mean": [0.1, 0.2, 0.3], "std": [1.0, 1.0, 1.0], **others},
+        "preprocess": {
+            "input_size": [3, 64, 64],
+            "mean": [0.1, 0.2, 0.3],
+            "std": [1.0, 1.0, 1.0],
+            **others,
+        },
         "labels": ["cat", "dog"],
         "weights": WEIGHTS,
         "strength": 0.5,
@@ -93,7 +112,9 @@ def test_manifest(tmp_path: Path) -> None:
     }
     assert manifest["versions"]["timm"] == timm.__version__
     source = ModelSource("timm", "test_resnet", {"num_classes": 2})
-    assert record_of(load(tmp_path / "a.safetensors")) == Record(source, WEIGHTS, preprocess, ["cat", "dog"], (plan,))
+    assert record_of(load(tmp_path / "a.safetensors")) == Record(
+        source, WEIGHTS, preprocess, ["cat", "dog"], (plan,)
+    )
 
 
 def test_buffers_that_are_in_no_file_follow_the_dtype(tmp_path: Path) -> None:
@@ -131,7 +152,9 @@ class Tied(nn.Module):  # a network with a parameter of two names and a module o
         return self.again(self.b(self.norm(self.a(x.reshape(-1, 4)))))
 
 
-def test_tied_tensors_are_written_once_and_tied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_tensors_are_written_once_and_tied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(BUILTIN_MODELS, "tied", Tied)
     model = surgery.convert(build(ModelSource("torchvision", "tied")), "bnn")[0]
     random = torch.get_rng_state()
@@ -145,7 +168,10 @@ def test_tied_tensors_are_written_once_and_tied_again(tmp_path: Path, monkeypatc
     assert again.a.weight is again.b.weight
     assert again.norm is again.again
     model.b.weight = nn.Parameter(torch.rand(4, 4))
-    with pytest.raises(RetrofitError, match=r"b.weight and a.weight are one tensor in the library's network, two here"):
+    with pytest.raises(
+        RetrofitError,
+        match=r"b.weight and a.weight are one tensor in the library's network, two here",
+    ):
         save(model, tmp_path / "b.safetensors")
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
@@ -153,7 +179,9 @@ def test_tied_tensors_are_written_once_and_tied_again(tmp_path: Path, monkeypatc
 def test_a_failing_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_tensors: object, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     monkeypatch.setattr(artifact, "save_file", fail)
     with refused(r"cannot write .* \(.*No space left.*\); free space"):
@@ -165,7 +193,9 @@ def test_a_failing_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _header(metadata: str | None) -> Callable[[Path], None]:
-    return lambda path: save_file({"a": torch.zeros(2)}, path, metadata=metadata and {"retrofit": metadata})
+    return lambda path: save_file(
+        {"a": torch.zeros(2)}, path, metadata=metadata and {"retrofit": metadata}
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,7 +206,10 @@ def _header(metadata: str | None) -> Callable[[Path], None]:
         (lambda path: path.write_text("hello"), "not a whole artifact"),
         (lambda path: path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}"), "not a whole artifact"),
         (lambda path: path.write_bytes(path.read_bytes()[:-9]), "not a whole artifact"),
-        (_header(None), "is a plain checkpoint, which holds no network; give the network's name, and `checkpoint="),
+        (
+            _header(None),
+            "is a plain checkpoint, which holds no network; give the network's name, and `checkpoint=",
+        ),
         (_header("[]"), "manifest is not readable"),
         (_header('{"schema": 1, "model": ' + "[" * 3000 + "]" * 3000 + "}"), "not readable"),
         (_header('{"schema": true}'), "its manifest has schema True"),
@@ -186,14 +219,18 @@ def _header(metadata: str | None) -> Callable[[Path], None]:
         (_header('{"schema": 1}'), "malformed: 'model'"),
     ],
 )
-def test_foreign_files_are_refused(saved: Path, write: Callable[[Path], object], message: str) -> None:
+def test_foreign_files_are_refused(
+    saved: Path, write: Callable[[Path], object], message: str
+) -> None:
     write(saved)
     with refused(message, names=saved):
         load(saved)
     assert "whole" not in message or not is_artifact(saved)
 
 
-def test_a_type_that_this_torch_does_not_have_is_one_line(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_that_this_torch_does_not_have_is_one_line(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(artifact, "load_file", lambda _path: torch.float2)
     with refused(r"not a whole artifact \(AttributeError: module 'torch' has no .*float2"):
         load(saved)
@@ -202,24 +239,51 @@ def test_a_type_that_this_torch_does_not_have_is_one_line(saved: Path, monkeypat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m, t: m["model"].update(name="no_such_network"), "cannot be rebuilt with timm .* unknown model"),
+        (
+            lambda m, t: m["model"].update(name="no_such_network"),
+            "cannot be rebuilt with timm .* unknown model",
+        ),
         (lambda m, t: m["model"].update(library="keras"), "'keras'"),
         (lambda m, t: m["model"]["kwargs"].update(nonsense=1), "nonsense"),
         (lambda m, t: m["model"].update(kwargs={"pretrained": True}), "not a model argument"),
         (lambda m, t: m["model"].update(name="hf-hub:timm/resnet18.a1_in1k"), "malformed"),
         (lambda m, t: m.update(versions=None), "malformed"),
         (lambda m, t: m["conversion"]["steps"][0].update(to="xyz"), "unknown target 'xyz'"),
-        (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(name="nowhere"), "made for another model"),
-        (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(extra=1), "malformed: .*extra"),
-        (lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(options={"nonsense": 1}), "nonsense"),
-        (lambda m, t: m["training"]["conv1.1"].update(momentum=float("inf")), "be rebuilt with timm .* momentum"),
-        (lambda m, t: m["training"]["conv1.1"].update(noise=-1), "cannot be rebuilt with timm .* noise"),
-        (lambda m, t: m["training"]["conv1.1"].update(noise_kind="loud"), "cannot be rebuilt with timm .*loud"),
+        (
+            lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(name="nowhere"),
+            "made for another model",
+        ),
+        (
+            lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(extra=1),
+            "malformed: .*extra",
+        ),
+        (
+            lambda m, t: m["conversion"]["steps"][0]["layers"][0].update(options={"nonsense": 1}),
+            "nonsense",
+        ),
+        (
+            lambda m, t: m["training"]["conv1.1"].update(momentum=float("inf")),
+            "be rebuilt with timm .* momentum",
+        ),
+        (
+            lambda m, t: m["training"]["conv1.1"].update(noise=-1),
+            "cannot be rebuilt with timm .* noise",
+        ),
+        (
+            lambda m, t: m["training"]["conv1.1"].update(noise_kind="loud"),
+            "cannot be rebuilt with timm .*loud",
+        ),
         (lambda m, t: m["conversion"]["steps"].clear(), r"\d+ unexpected \(.*proxy_bias"),
         (lambda m, t: t.pop("fc.bias"), r"1 missing \(fc.bias\)"),
         (lambda m, t: t.update(extra=torch.zeros(1)), r"1 unexpected \(extra\)"),
-        (lambda m, t: t.update({"fc.bias": torch.zeros(7)}), r"1 of another shape \(.* \[7\] for \[3"),
-        (lambda m, t: t.update({"fc.bias": t["fc.bias"].long()}), r"1 of another type \(fc.bias int64"),
+        (
+            lambda m, t: t.update({"fc.bias": torch.zeros(7)}),
+            r"1 of another shape \(.* \[7\] for \[3",
+        ),
+        (
+            lambda m, t: t.update({"fc.bias": t["fc.bias"].long()}),
+            r"1 of another type \(fc.bias int64",
+        ),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(

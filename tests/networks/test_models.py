@@ -1,6 +1,7 @@
 """MODEL on the command line -> a network and whose weights it has.
 
-And the folder of the hub: opened by us, by timm where it can, and refused by it where it would build another.
+And the folder of the hub: opened by us, by timm where it can, and refused by it where it would
+build another.
 """
 
 import json
@@ -32,7 +33,9 @@ MINE = "py:tests.networks.mynet"
 OWN = f"{MINE}:build"
 
 
-@pytest.mark.parametrize(("text", "kwargs"), [("test_resnet", {}), ("test_vit", {"img_size": 64, "depth": 1})])
+@pytest.mark.parametrize(
+    ("text", "kwargs"), [("test_resnet", {}), ("test_vit", {"img_size": 64, "depth": 1})]
+)
 def test_opens_a_name(text: str, kwargs: dict[str, Any]) -> None:
     network = open_model(text, img_size=64, model_kwargs={"depth": 1} if kwargs else None)
     assert network.source == ModelSource("timm", text, kwargs)
@@ -48,7 +51,13 @@ def test_opens_a_name(text: str, kwargs: dict[str, Any]) -> None:
         ({"kind": "random", "from": None}, "RANDOM (pass `pretrained=True` or `checkpoint=FILE`"),
         ({"kind": "pretrained", "from": "resnet50.a1_in1k"}, "pretrained (resnet50.a1_in1k)"),
         (
-            {"kind": "checkpoint", "from": "x.pth", "key": "ema", "others": ["model"], "left_random": ["fc.bias"]},
+            {
+                "kind": "checkpoint",
+                "from": "x.pth",
+                "key": "ema",
+                "others": ["model"],
+                "left_random": ["fc.bias"],
+            },
             "checkpoint x.pth, its ema in PART (it also holds model: `checkpoint_key=NAME`)",
         ),
         ({"kind": "checkpoint", "from": "x\n" * 9999}, r"checkpoint x\nx\n"),
@@ -66,7 +75,9 @@ def test_weights_are_told(weights: dict[str, Any], words: str) -> None:
 
 def test_loads_timms_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = timm.create_model("test_byobnet").state_dict()
-    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", lambda *_, **__: dict(trained))
+    monkeypatch.setattr(
+        "timm.models._builder.load_state_dict_from_hf", lambda *_, **__: dict(trained)
+    )
     network = open_model("test_byobnet", pretrained=True)
     assert torch.equal(network.model.state_dict()["head.fc.weight"], trained["head.fc.weight"])
     assert network.weights == {"kind": "pretrained", "from": "test_byobnet.r160_in1k"}
@@ -80,21 +91,31 @@ def test_loads_timms_pretrained_weights(monkeypatch: pytest.MonkeyPatch) -> None
     assert "the classifier is RANDOM" in warning
 
 
-def test_loads_torchvisions_pretrained_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_loads_torchvisions_pretrained_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     trained = open_model("tv:mobilenet_v3_large").model.state_dict()
     monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: dict(trained))
-    network = open_model("tv:mobilenet_v3_large", pretrained=True, model_kwargs={"weights": "IMAGENET1K_V1"})
+    network = open_model(
+        "tv:mobilenet_v3_large", pretrained=True, model_kwargs={"weights": "IMAGENET1K_V1"}
+    )
     assert torch.equal(network.model.classifier[3].weight, trained["classifier.3.weight"])
     assert network.weights == {"kind": "pretrained", "from": "tv:mobilenet_v3_large, IMAGENET1K_V1"}
     assert network.preprocess.crop_pct == pytest.approx(224 / 256)
-    assert open_model("tv:mobilenet_v3_large", pretrained=True).preprocess.crop_pct == pytest.approx(224 / 232)
+    assert open_model(
+        "tv:mobilenet_v3_large", pretrained=True
+    ).preprocess.crop_pct == pytest.approx(224 / 232)
     with pytest.raises(UsageError, match="num_classes=2"):
         open_model("tv:mobilenet_v3_large", pretrained=True, num_classes=2)
 
 
-@pytest.mark.parametrize(("architecture", "fixed"), [("vit_tiny_patch16_224", True), ("test_byobnet", False)])
+@pytest.mark.parametrize(
+    ("architecture", "fixed"), [("vit_tiny_patch16_224", True), ("test_byobnet", False)]
+)
 def test_the_image_size_of_a_local_folder(tmp_path: Path, architecture: str, fixed: bool) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": architecture, "num_classes": 2}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architecture": architecture, "num_classes": 2})
+    )
     text = f"local-dir:{tmp_path}"
     if fixed:
         with pytest.raises(UsageError, match=r"`model_kwargs=\{'img_size': 64\}`"):
@@ -112,38 +133,71 @@ def test_the_image_size_of_a_local_folder(tmp_path: Path, architecture: str, fix
 @pytest.mark.parametrize(
     ("text", "options", "error", "message"),
     [
-        ("a.safetensors", {"checkpoint": "x.pth", "num_classes": 3}, UsageError, "drop `checkpoint`, `num_classes`"),
+        (
+            "a.safetensors",
+            {"checkpoint": "x.pth", "num_classes": 3},
+            UsageError,
+            "drop `checkpoint`, `num_classes`",
+        ),
         ("resnet18", {"pretrained": True, "checkpoint": "x.pth"}, UsageError, "pass one of them"),
         ("resnet18", {"num_classes": -1}, UsageError, "`num_classes=-1` is out of range"),
         ("tv:resnet18", {"in_chans": 1}, UsageError, "has no `in_chans`"),
         ("resnet18", {"model_kwargs": {"pretrained": True}}, UsageError, "use `pretrained=True`"),
-        ("tv:resnet18", {"model_kwargs": {"weights": "DEFAULT"}}, UsageError, "pass `pretrained=True` too"),
+        (
+            "tv:resnet18",
+            {"model_kwargs": {"weights": "DEFAULT"}},
+            UsageError,
+            "pass `pretrained=True` too",
+        ),
         (OWN, {"pretrained": True}, UsageError, "drop `pretrained`"),
-        (OWN, {"model_kwargs": {"width": 4}}, UsageError, "`model_kwargs` means nothing to .*write a function"),
+        (
+            OWN,
+            {"model_kwargs": {"width": 4}},
+            UsageError,
+            "`model_kwargs` means nothing to .*write a function",
+        ),
         ("test_resnet", {"network": OWN}, UsageError, "is none, drop it"),
         ("py:", {}, UsageError, "names no callable; write py:package.module:callable"),
         (f"{OWN}()", {}, UsageError, "names no callable"),
-        ("py:not_here:build", {}, RetrofitError, "cannot import not_here .*ModuleNotFoundError.* PYTHONPATH"),
+        (
+            "py:not_here:build",
+            {},
+            RetrofitError,
+            "cannot import not_here .*ModuleNotFoundError.* PYTHONPATH",
+        ),
         (f"{MINE}:bild", {}, UsageError, "has no bild; it has build"),
         (f"{MINE}:NUMBER", {}, UsageError, "is a int; name a function or class"),
-        (f"{MINE}:broken", {}, RetrofitError, r"broken builds no network \(RuntimeError: no weights at all\)"),
+        (
+            f"{MINE}:broken",
+            {},
+            RetrofitError,
+            r"broken builds no network \(RuntimeError: no weights at all\)",
+        ),
         (f"{MINE}:nothing", {}, RetrofitError, "returns a str; let it return a torch.nn.Module"),
     ],
 )
-def test_wrong_usage_and_names_that_build_nothing(text: str, options: Any, error: Any, message: str) -> None:
+def test_wrong_usage_and_names_that_build_nothing(
+    text: str, options: Any, error: Any, message: str
+) -> None:
     with refused(message, error):
         open_model(text, **options)
 
 
-def test_an_artifact_of_a_librarys_network_is_no_checkpoint_and_needs_no_network(tmp_path: Path) -> None:
+def test_an_artifact_of_a_librarys_network_is_no_checkpoint_and_needs_no_network(
+    tmp_path: Path,
+) -> None:
     artifact.save(timm.create_model("test_byobnet"), path := tmp_path / "a.safetensors")
     with pytest.raises(RetrofitError, match="pass it as MODEL"):
         open_model("test_byobnet", checkpoint=path)
-    with pytest.raises(UsageError, match=r"holds test_byobnet.*, which its library builds; drop `network`"):
+    with pytest.raises(
+        UsageError, match=r"holds test_byobnet.*, which its library builds; drop `network`"
+    ):
         open_model(str(path), network=OWN)
 
 
-def test_a_bad_checkpoint_is_found_before_weights_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_bad_checkpoint_is_found_before_weights_are_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(models, "build", lambda *_: pytest.fail("too early"))
     with pytest.raises(RetrofitError, match="there is no checkpoint"):
         open_model("resnet18", checkpoint=tmp_path / "missing.pth")
@@ -155,7 +209,9 @@ def test_a_bad_checkpoint_is_found_before_weights_are_made(monkeypatch: pytest.M
 def test_an_average_stands_at_no_strength_of_its_network() -> None:
     model = small_network("gn").model
     ours = ModelEmaV3(model, decay=0.999)
-    torchs = AveragedModel(model, avg_fn=lambda mean, new, n: mean + 0.02 * (new - mean), use_buffers=True)
+    torchs = AveragedModel(
+        model, avg_fn=lambda mean, new, n: mean + 0.02 * (new - mean), use_buffers=True
+    )
     for step in range(1, 51):
         retrofit.set_strength(model, step / 50)
         ours.update(model)
@@ -182,7 +238,9 @@ X = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
 
 def converted(to: str, strength: float = 1.0) -> nn.Module:
     torch.manual_seed(0)
-    model, _ = retrofit.convert(timm.create_model("test_resnet", num_classes=5).eval(), to, check=False)
+    model, _ = retrofit.convert(
+        timm.create_model("test_resnet", num_classes=5).eval(), to, check=False
+    )
     if to != "frozen":
         retrofit.set_strength(model, strength)
     return model
@@ -209,13 +267,26 @@ def test_a_plain_network_at_its_source_opens_with_timm(tmp_path: Path) -> None:
 
 
 def test_the_card_says_what_the_manifest_knows(tmp_path: Path) -> None:
-    weights, details = {"kind": "pretrained", "from": "timm/test_resnet.r160_in1k"}, {"Accuracy": "12.5% top-1"}
+    weights, details = (
+        {"kind": "pretrained", "from": "timm/test_resnet.r160_in1k"},
+        {"Accuracy": "12.5% top-1"},
+    )
     options = {"license": "apache-2.0", "details": details, "weights": weights}
     folder = retrofit.save_for_hub(converted("ln-pn", 0.5), tmp_path, **options)
     _, head, body = (folder / "README.md").read_text().split("---", 2)
-    said = {"library_name": "retrofit", "tags": ["retrofit", "ln-pn", "timm"], "license": "apache-2.0"}
+    said = {
+        "library_name": "retrofit",
+        "tags": ["retrofit", "ln-pn", "timm"],
+        "license": "apache-2.0",
+    }
     assert yaml.safe_load(head) == said
-    for fact in ("test_resnet", "Strength: 0.5", "12.5% top-1", "pretrained: timm/test_resnet", "US patent 12430552"):
+    for fact in (
+        "test_resnet",
+        "Strength: 0.5",
+        "12.5% top-1",
+        "pretrained: timm/test_resnet",
+        "US patent 12430552",
+    ):
         assert fact in body
 
 
@@ -223,7 +294,9 @@ def test_nothing_is_overwritten_unasked_and_nothing_half_written(tmp_path: Path)
     model = timm.create_model("test_resnet")
     retrofit.save_for_hub(model, tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
-    with pytest.raises(RetrofitError, match=r"holds model.safetensors, config.json, README.md already"):
+    with pytest.raises(
+        RetrofitError, match=r"holds model.safetensors, config.json, README.md already"
+    ):
         retrofit.save_for_hub(model, tmp_path)
     with pytest.raises(RetrofitError, match=r"README.md is a file; name a folder"):
         retrofit.save_for_hub(model, tmp_path / "README.md")
@@ -247,8 +320,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
     create = Mock(side_effect=lambda repo_id, **_: SimpleNamespace(repo_id=f"me/{repo_id}"))
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: Mock(create_repo=create, upload_folder=upload))
-    download = Mock(side_effect=lambda _repo_id, name, **_: str((folder / name).resolve(strict=True)))
+    monkeypatch.setattr(
+        huggingface_hub, "HfApi", lambda **_: Mock(create_repo=create, upload_folder=upload)
+    )
+    download = Mock(
+        side_effect=lambda _repo_id, name, **_: str((folder / name).resolve(strict=True))
+    )
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return folder
 
@@ -256,7 +333,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_pushed_and_loaded_again(hub: Path) -> None:
     model = converted("bnn")
     assert retrofit.push_to_hub(model, "net") == "https://hub/me/net/commit/1"
-    assert sorted(file.name for file in hub.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert sorted(file.name for file in hub.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
     card = (hub / "README.md").read_text()
     assert "none is given" in card
     assert "US patent" not in card
@@ -268,11 +349,16 @@ def test_pushed_and_loaded_again(hub: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"library_name": "retrofit"}, "hf-hub:me/net cannot be fetched"),  # its tensors are not there
+        (
+            {"library_name": "retrofit"},
+            "hf-hub:me/net cannot be fetched",
+        ),  # its tensors are not there
         ({"architecture": "resnet18"}, "hf-hub:me/net does not exist"),  # left to timm
     ],
 )
-def test_what_is_not_there_whole_or_not_ours(hub: Path, config: dict[str, str], message: str) -> None:
+def test_what_is_not_there_whole_or_not_ours(
+    hub: Path, config: dict[str, str], message: str
+) -> None:
     hub.mkdir()
     (hub / "config.json").write_text(json.dumps(config))
     with pytest.raises(RetrofitError, match=message):

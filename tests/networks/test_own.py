@@ -1,4 +1,6 @@
-"""Networks of one's own: saved, loaded into what the user built, named on the command line; and their records."""
+"""Networks of one's own: saved, loaded into what the user built, named on the command line; and
+their records.
+"""
 
 import copy
 import pickle
@@ -29,7 +31,9 @@ Make = Callable[[], nn.Module]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_typed(monkeypatch: pytest.MonkeyPatch) -> None:  # start as a process in which nobody named a network
+def _nothing_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # start as a process in which nobody named a network
     monkeypatch.setattr(library, "typed", {})
 
 
@@ -38,7 +42,9 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Expect the same modules, tensors in the same places, values and record afterwards."""
     before, pointers = copy.deepcopy(model), [tensor.data_ptr() for tensor in model.parameters()]
     yield
-    assert [type(module) for module in model.modules()] == [type(module) for module in before.modules()]
+    assert [type(module) for module in model.modules()] == [
+        type(module) for module in before.modules()
+    ]
     assert [tensor.data_ptr() for tensor in model.parameters()] == pointers
     assert pointers[0] == 0 or same_tensors(model.state_dict(), before.state_dict())
     assert record_of(model) == record_of(before)
@@ -50,9 +56,13 @@ def saved(tmp_path: Path) -> Path:  # a converted network of one's own, saved fr
     return tmp_path / "a.safetensors"
 
 
-def test_loading_without_the_network_imports_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_without_the_network_imports_nothing(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(library, "_imported", lambda *_: pytest.fail("nobody typed it"))
-    with pytest.raises(RetrofitError, match=r"tests.networks.mynet:UNet; build that network .* as `into`"):
+    with pytest.raises(
+        RetrofitError, match=r"tests.networks.mynet:UNet; build that network .* as `into`"
+    ):
         retrofit.load(saved)
     with pytest.raises(RetrofitError, match="holds a network of one's own"):
         open_model(str(saved))
@@ -66,7 +76,9 @@ def _unusual_unet() -> nn.Module:
     return model
 
 
-def _extractor(node: str = "layer2") -> nn.Module:  # its activations are shared, and its graphs are attributes
+def _extractor(
+    node: str = "layer2",
+) -> nn.Module:  # its activations are shared, and its graphs are attributes
     return create_feature_extractor(torchvision.models.resnet18(), [node]).train()
 
 
@@ -74,17 +86,26 @@ def _extractor(node: str = "layer2") -> nn.Module:  # its activations are shared
     ("make", "to", "other", "message"),
     [
         (_unusual_unet, "bnn", mynet.build, r"does not come back .* the output of .* differs by"),
-        (_extractor, "ln-pn", lambda: _extractor("layer1"), "made for another model|do not fit|does not come back"),
+        (
+            _extractor,
+            "ln-pn",
+            lambda: _extractor("layer1"),
+            "made for another model|do not fit|does not come back",
+        ),
     ],
 )
-def test_it_comes_back_in_its_own_network_alone(tmp_path: Path, make: Make, to: str, other: Make, message: str) -> None:
+def test_it_comes_back_in_its_own_network_alone(
+    tmp_path: Path, make: Make, to: str, other: Make, message: str
+) -> None:
     model, report = retrofit.convert(make(), to, input_size=(3, 64, 64))
     assert to != "ln-pn" or "5 of 9 activations" in report.plan.activations
     retrofit.set_strength(model, 1.0)
     retrofit.save(model, tmp_path / "a.safetensors")
     with refused(message):
         retrofit.load(tmp_path / "a.safetensors", into=other())
-    assert_same_answers(retrofit.load(tmp_path / "a.safetensors", into=make()), model, torch.rand(2, 3, 64, 64))
+    assert_same_answers(
+        retrofit.load(tmp_path / "a.safetensors", into=make()), model, torch.rand(2, 3, 64, 64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +117,9 @@ def test_it_comes_back_in_its_own_network_alone(tmp_path: Path, make: Make, to: 
         (lambda: mynet.build().to("meta"), "is on the meta device"),
     ],
 )
-def test_another_network_is_refused_and_stays_as_it_was(saved: Path, make: Make, message: str) -> None:
+def test_another_network_is_refused_and_stays_as_it_was(
+    saved: Path, make: Make, message: str
+) -> None:
     into = make()
     with left_as_it_was(into), refused(message):
         retrofit.load(saved, into=into)
@@ -117,7 +140,9 @@ def test_a_typed_name_is_a_model() -> None:
 
 
 def test_the_working_folder_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "found_only_here.py").write_text("import torch\n\nclass Nets:\n    small = torch.nn.ReLU\n")
+    (tmp_path / "found_only_here.py").write_text(
+        "import torch\n\nclass Nets:\n    small = torch.nn.ReLU\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     assert isinstance(open_model("py:found_only_here:Nets.small").model, nn.ReLU)
@@ -127,7 +152,9 @@ def test_its_artifact_is_proved_by_building_it_again(saved: Path, tmp_path: Path
     model = retrofit.load(saved, into=(into := open_model(NAME).model))
     assert model is into
     retrofit.save(model, tmp_path / "b.safetensors")
-    assert read_manifest(tmp_path / "b.safetensors")["model"]["name"] == "tests.networks.mynet:build"
+    assert (
+        read_manifest(tmp_path / "b.safetensors")["model"]["name"] == "tests.networks.mynet:build"
+    )
     model.pool = nn.AvgPool2d(2)
     with pytest.raises(RetrofitError, match=f"pool is a AvgPool2d here, a MaxPool2d in {NAME}"):
         retrofit.save(model, tmp_path / "c.safetensors")
@@ -138,14 +165,20 @@ def test_network_says_what_builds_an_artifacts_network(tmp_path: Path) -> None:
     retrofit.save(retrofit.convert(network.model, "bnn")[0], tmp_path / "a.safetensors")
     path = str(tmp_path / "a.safetensors")
     again = open_model(path, network=NAME)
-    assert (again.source, again.artifact, again.preprocess) == (network.source, path, network.preprocess)
+    assert (again.source, again.artifact, again.preprocess) == (
+        network.source,
+        path,
+        network.preprocess,
+    )
     with pytest.raises(UsageError, match="small takes no in_chans"):
         open_model("py:tests.networks.mynet:small", in_chans=1)
     with pytest.raises(RetrofitError, match="made for another model"):
         open_model(path, network="py:tests.networks.mynet:small")
 
 
-class Activated(nn.Module):  # its activation has parameters, which ProxyNorm's state dict gives other names
+class Activated(
+    nn.Module
+):  # its activation has parameters, which ProxyNorm's state dict gives other names
     pretrained_cfg: ClassVar = {"input_size": (3, 16, 16)}
 
     def __init__(self) -> None:
@@ -166,7 +199,9 @@ def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path) -> None:
     assert same_tensors(again.state_dict(), model.state_dict())  # their dtypes too
 
 
-def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any) -> None:  # when all is loaded
         raise KeyboardInterrupt
 
@@ -201,7 +236,9 @@ def test_a_wrapped_network_keeps_its_record_inside(tmp_path: object) -> None:
     set_record(net, labels=["a", "b", "c", "d"])
     model, report = retrofit.convert(wrap(net), "bnn", input_size=(3, 8, 8))
     assert unwrapped(model) is net is not model
-    assert [row.name for row in report.plan.layers] == ["1"]  # the network's own name, not the wrapper's
+    assert [row.name for row in report.plan.layers] == [
+        "1"
+    ]  # the network's own name, not the wrapper's
     assert record_of(model) is record_of(net)
     assert record_of(net) == Record(labels=["a", "b", "c", "d"], plans=(report.plan,))
     retrofit.save(model, f"{tmp_path}/a.safetensors")

@@ -1,6 +1,8 @@
-"""What an artifact gives back is the function that was saved, also where no tensor says so; or it is refused.
+"""What an artifact gives back is the function that was saved, also where no tensor says so; or it
+is refused.
 
-So is a file that was damaged or made to do harm: in one short line, soon, or it is read as what it is.
+So is a file that was damaged or made to do harm: in one short line, soon, or it is read as what it
+is.
 """
 
 import io
@@ -44,16 +46,34 @@ class Loud(nn.ReLU):  # a subclass with another forward
 @pytest.mark.parametrize(
     ("to", "change", "message"),
     [
-        ("bnn", lambda m: setattr(m.bn1, "eps", 0.3), "eps of bn1 is 0.3 here, 1e-05 in test_resnet"),
-        ("bnn", lambda m: setattr(m.conv1[0], "padding", (0, 0)), r"padding of conv1.0 is \(0, 0\) h"),
+        (
+            "bnn",
+            lambda m: setattr(m.bn1, "eps", 0.3),
+            "eps of bn1 is 0.3 here, 1e-05 in test_resnet",
+        ),
+        (
+            "bnn",
+            lambda m: setattr(m.conv1[0], "padding", (0, 0)),
+            r"padding of conv1.0 is \(0, 0\) h",
+        ),
         ("bnn", lambda m: setattr(m, "drop_rate", 0.5), "drop_rate of the network is 0.5 here"),
         ("bnn", lambda m: setattr(m, "act1", Loud()), "act1 is a Loud here, a ReLU in"),
         (None, lambda m: m.act1.add_module("x", nn.ReLU()), "act1.x is a .*here, absent"),
-        ("bnn", lambda m: vars(m.layer1[0]).update(forward=abs), "layer1.0 has a forward of its own here, none in"),
-        ("bnn", lambda m: m.layer1.register_forward_hook(lambda *args: 2 * args[-1]), "built again, test_resnet diff"),
+        (
+            "bnn",
+            lambda m: vars(m.layer1[0]).update(forward=abs),
+            "layer1.0 has a forward of its own here, none in",
+        ),
+        (
+            "bnn",
+            lambda m: m.layer1.register_forward_hook(lambda *args: 2 * args[-1]),
+            "built again, test_resnet diff",
+        ),
     ],
 )
-def test_what_a_library_does_not_build_is_refused(tmp_path: Path, to: str | None, change: Change, message: str) -> None:
+def test_what_a_library_does_not_build_is_refused(
+    tmp_path: Path, to: str | None, change: Change, message: str
+) -> None:
     model = built("test_resnet", to)
     change(model)
     with refused(rf"{message}.*save\(source='own'\)"):
@@ -65,9 +85,15 @@ def test_what_a_library_does_not_build_is_refused(tmp_path: Path, to: str | None
 
 def _notes(model: nn.Module) -> None:
     model.class_to_idx, model.layer1.note = {"cat": 0}, "mine"
-    model.scale, model.limits, model.sizes = torch.tensor(2.0), np.array(2.0), [np.float32(1), torch.ones(2)]
+    model.scale, model.limits, model.sizes = (
+        torch.tensor(2.0),
+        np.array(2.0),
+        [np.float32(1), torch.ones(2)],
+    )
     model.set_grad_checkpointing()
-    model.layer1.register_forward_hook(lambda *_: None)  # as transformers does at a network's first run
+    model.layer1.register_forward_hook(
+        lambda *_: None
+    )  # as transformers does at a network's first run
 
 
 @pytest.mark.parametrize(
@@ -137,9 +163,13 @@ def test_one_changed_byte_is_found(saved: Path) -> None:
 
 
 def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "sample_outputs_at", lambda _, size: contents.SampledOutputs(size))
+    monkeypatch.setattr(
+        contents, "sample_outputs_at", lambda _, size: contents.SampledOutputs(size)
+    )
     with torch.device("meta"):
-        channels, height, width = contents.sample_outputs(timm.create_model("resnet18"), (3, 4096, 2048)).size
+        channels, height, width = contents.sample_outputs(
+            timm.create_model("resnet18"), (3, 4096, 2048)
+        ).size
     assert (channels, height) == (3, 2 * width)
     assert 64 <= width < 2048
 
@@ -148,18 +178,34 @@ def test_a_large_network_is_asked_about_smaller_images(monkeypatch: pytest.Monke
     ("make", "size", "reason"),
     [
         (lambda: nn.Conv2d(3, 6000, 8), (3, 63, 63), "it is large"),  # and takes images of one size
-        (lambda: nn.Threshold(torch.inf, torch.nan), (3, 64, 64), "it answers random images with no finite number"),
-        (lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), (3, 64, 64), "it takes no random images"),
+        (
+            lambda: nn.Threshold(torch.inf, torch.nan),
+            (3, 64, 64),
+            "it answers random images with no finite number",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)),
+            (3, 64, 64),
+            "it takes no random images",
+        ),
     ],
 )
 def test_what_is_not_run_is_said_in_the_file_and_when_it_is_loaded(
-    tmp_path: Path, make: Callable[[], nn.Module], size: tuple[int, ...], reason: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    make: Callable[[], nn.Module],
+    size: tuple[int, ...],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(contents, "_PRODUCTS", 1e9)
     model = retrofit.convert(make(), "bnn", check=False)[0] if "takes" in reason else make()
-    retrofit.save(model, tmp_path / "a.safetensors", preprocess=Preprocess(size, (0.0,) * 3, (1.0,) * 3))
+    retrofit.save(
+        model, tmp_path / "a.safetensors", preprocess=Preprocess(size, (0.0,) * 3, (1.0,) * 3)
+    )
     assert reason in read_manifest(tmp_path / "a.safetensors")["sampled_outputs"]["not_checked"]
-    with pytest.warns(UserWarning, match=f"a.safetensors is not checked: {reason}.*names and shapes"):
+    with pytest.warns(
+        UserWarning, match=f"a.safetensors is not checked: {reason}.*names and shapes"
+    ):
         again = retrofit.load(tmp_path / "a.safetensors", into=make())
     assert same_tensors(again.state_dict(), model.state_dict())
 
@@ -177,13 +223,17 @@ def test_a_difference_of_rounding_is_none() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 @pytest.mark.parametrize(("name", "to"), [("resnet50", "bnn"), ("vit_tiny_patch16_224", "lnn")])
-def test_the_samples_hold_on_another_processor(tmp_path: Path, capability: str, name: str, to: str) -> None:
+def test_the_samples_hold_on_another_processor(
+    tmp_path: Path, capability: str, name: str, to: str
+) -> None:
     model = retrofit.convert(build(ModelSource("timm", name)), to, check=False)[0]
     retrofit.set_strength(model, 1.0)
     retrofit.save(model, tmp_path / "a.safetensors")
     code = f"import retrofit; retrofit.load({str(tmp_path / 'a.safetensors')!r})"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "RETROFIT_KERNELS": "eager"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, cwd=Path(__file__).parents[2]
+    )
 
 
 def test_the_user_may_say_what_the_builder_got(tmp_path: Path) -> None:
@@ -215,24 +265,67 @@ def _reads(read: Callable[[], object]) -> bool:
     return not said
 
 
-def _bytes(rng: random.Random, data: bytes) -> bytes:  # damage a file as disks, networks and people do
+def _bytes(
+    rng: random.Random, data: bytes
+) -> bytes:  # damage a file as disks, networks and people do
     place = rng.randrange(len(data))
     flipped = data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
     overwritten = data[:place] + rng.randbytes(rng.randrange(1, 64)) + data[place + 64 :]
-    return rng.choice([data[:place], flipped, overwritten, data[place:] + data[:place], data + data[:place]])
+    return rng.choice(
+        [data[:place], flipped, overwritten, data[place:] + data[:place], data + data[:place]]
+    )
 
 
-_RAW = ("1e400", "-1e400", "NaN", "9" * 4000, "[" * 3000 + "]" * 3000, '{"a":' * 900)  # JSON as it is
+_RAW = (
+    "1e400",
+    "-1e400",
+    "NaN",
+    "9" * 4000,
+    "[" * 3000 + "]" * 3000,
+    '{"a":' * 900,
+)  # JSON as it is
 _ODD_VALUES: tuple[Any, ...] = (
-    *(None, True, -1, 0, 7, 0.5, 10_000, 5_000_000, 2**63, -(2**70), "", "x" * 5000, "a\nb\x1b[2J", [], {}, [[1]]),
-    *([1_000_000, 1, 1, 1], {"a": {"b": 1}}, [None] * 50_000, "../../etc/passwd", "hf-hub:timm/x", "py:os:system"),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        7,
+        0.5,
+        10_000,
+        5_000_000,
+        2**63,
+        -(2**70),
+        "",
+        "x" * 5000,
+        "a\nb\x1b[2J",
+        [],
+        {},
+        [[1]],
+    ),
+    *(
+        [1_000_000, 1, 1, 1],
+        {"a": {"b": 1}},
+        [None] * 50_000,
+        "../../etc/passwd",
+        "hf-hub:timm/x",
+        "py:os:system",
+    ),
     *(f"raw: {text}" for text in _RAW),
-    *("eva02_enormous_patch14_clip_224", "vit_giant_patch14_clip_224", "torchvision", "own", "regnet_y_128gf"),
+    *(
+        "eva02_enormous_patch14_clip_224",
+        "vit_giant_patch14_clip_224",
+        "torchvision",
+        "own",
+        "regnet_y_128gf",
+    ),
 )
 
 
 def _manifest(rng: random.Random, manifest: dict[str, Any]) -> str:
-    """Damage a manifest in one place or a few; deep places are as likely as the many that lie at the top."""
+    """Damage a manifest in one place or a few; deep places are as likely as the many that lie at
+    the top.
+    """
     for _ in range(rng.randrange(1, 4)):
         holder: Any = manifest
         key: Any = rng.choice(list(manifest))
@@ -240,11 +333,17 @@ def _manifest(rng: random.Random, manifest: dict[str, Any]) -> str:
             holder = holder[key]
             key = rng.choice([*holder] if isinstance(holder, dict) else range(len(holder)))
         value = holder[key]
-        near = [value + 1, -value, value * 1000, value + 0.25] if isinstance(value, (int, float)) else [[value]]
+        near = (
+            [value + 1, -value, value * 1000, value + 0.25]
+            if isinstance(value, (int, float))
+            else [[value]]
+        )
         if (kind := rng.randrange(5)) == 0:
             del holder[key]
         elif kind == 1 and isinstance(holder, dict):
-            holder[rng.choice(["extra", "x" * 5000, "a\nb", "pretrained"])] = rng.choice(_ODD_VALUES)
+            holder[rng.choice(["extra", "x" * 5000, "a\nb", "pretrained"])] = rng.choice(
+                _ODD_VALUES
+            )
         else:
             holder[key] = rng.choice([*near, *_ODD_VALUES])
     text = json.dumps(manifest)
@@ -262,20 +361,45 @@ def _tensors(rng: random.Random, tensors: dict[str, Any], pickled: bool = True) 
     """Damage one tensor of a state dict, or its name."""
     name = rng.choice(list(tensors))
     tensor = tensors[name]
-    names = ["x" * 5000, "a\nb", name + ".x", "module." + name, "\x1b[2J", *([3] if pickled else [])]
+    names = [
+        "x" * 5000,
+        "a\nb",
+        name + ".x",
+        "module." + name,
+        "\x1b[2J",
+        *([3] if pickled else []),
+    ]
     types = [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
-    odd: list[Any] = [tensor.to(rng.choice(types)), tensor[None].clone(), torch.zeros(5_000_000), torch.zeros(0)]
+    odd: list[Any] = [
+        tensor.to(rng.choice(types)),
+        tensor[None].clone(),
+        torch.zeros(5_000_000),
+        torch.zeros(0),
+    ]
     if pickled:
-        odd += [tensor.to_sparse(), tensor.to("meta"), tensor.reshape(-1)[:1].expand(10**9), None, [tensor], _Harm()]
+        odd += [
+            tensor.to_sparse(),
+            tensor.to("meta"),
+            tensor.reshape(-1)[:1].expand(10**9),
+            None,
+            [tensor],
+            _Harm(),
+        ]
     kind = rng.randrange(4)
     others = {key: value for key, value in tensors.items() if key != name or kind == 1}
     if kind == 0:
         return others
-    return {**others, rng.choice(names): tensor.clone()} if kind < 3 else {**others, name: rng.choice(odd)}
+    return (
+        {**others, rng.choice(names): tensor.clone()}
+        if kind < 3
+        else {**others, name: rng.choice(odd)}
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "to"), [("test_byobnet", "bnn"), ("test_resnet", "gn-pn"), ("test_vit", "lnn")])
+@pytest.mark.parametrize(
+    ("name", "to"), [("test_byobnet", "bnn"), ("test_resnet", "gn-pn"), ("test_vit", "lnn")]
+)
 def test_mutated_artifacts(name: str, to: str, tmp_path: Path) -> None:
     whole, path, read = tmp_path / "whole.safetensors", tmp_path / "a.safetensors", 0
     retrofit.save(built(name, to, num_classes=3), whole)
@@ -302,7 +426,9 @@ def test_mutated_checkpoints(tmp_path: Path) -> None:
         rng = random.Random(number)
         out = io.BytesIO()
         changed = _tensors(rng, dict(state)) if rng.random() < 0.6 else state
-        nested = rng.choice([changed, {"model": changed}, {"a": {"b": {"c": {"d": changed}}}}, [changed]])
+        nested = rng.choice(
+            [changed, {"model": changed}, {"a": {"b": {"c": {"d": changed}}}}, [changed]]
+        )
         torch.save(nested, out, _use_new_zipfile_serialization=rng.random() < 0.8)
         path.write_bytes(out.getvalue() if changed is not state else _bytes(rng, out.getvalue()))
         read += _reads(lambda: load_into(model, read_checkpoint(path).tensors))

@@ -5,8 +5,15 @@ from torch.nn import functional as F
 
 
 def trained(model: nn.Module, low: float = 0.5) -> nn.Module:
-    """Give norms values that training could have left there, gamma from `low`; return the network in evaluation."""
-    ranges = {"running_mean": (-0.5, 0.5), "running_var": (0.5, 2.0), "weight": (low, 1.5), "bias": (-0.3, 0.3)}
+    """Give norms values that training could have left there, gamma from `low`; return the network
+    in evaluation.
+    """
+    ranges = {
+        "running_mean": (-0.5, 0.5),
+        "running_var": (0.5, 2.0),
+        "weight": (low, 1.5),
+        "bias": (-0.3, 0.3),
+    }
     for module in model.modules():
         for name in ranges if "Norm" in type(module).__name__ else ():
             if getattr(module, name, None) is not None:
@@ -19,7 +26,9 @@ def mixed() -> nn.Module:  # a layer of each family that has a normality-normali
     return nn.Sequential(nn.Conv2d(3, 8, 3), *norms, nn.Flatten(2), nn.LayerNorm(36))
 
 
-class Shared(nn.Module):  # one in-place activation for two norms and a sum, a functional one, and a norm without any
+class Shared(
+    nn.Module
+):  # one in-place activation for two norms and a sum, a functional one, and a norm without any
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)

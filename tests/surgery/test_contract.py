@@ -1,4 +1,6 @@
-"""What every converter owes the layer it replaces, whatever its class, and that the state dict holds the function."""
+"""What every converter owes the layer it replaces, whatever its class, and that the state dict
+holds the function.
+"""
 
 import copy
 from collections.abc import Callable
@@ -34,16 +36,28 @@ def sync_norm_act() -> nn.Module:
 
 
 SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
-    "BatchNorm1d": (lambda: nn.BatchNorm1d(8, eps=1e-3, momentum=0.3), SEQUENCE, "BatchNormalNorm1d"),
+    "BatchNorm1d": (
+        lambda: nn.BatchNorm1d(8, eps=1e-3, momentum=0.3),
+        SEQUENCE,
+        "BatchNormalNorm1d",
+    ),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(8, eps=1e-3, momentum=0.3), MAPS, "BatchNormalNorm2d"),
     "BatchNorm2d cumulative": (lambda: nn.BatchNorm2d(8, momentum=None), MAPS, "BatchNormalNorm2d"),
-    "BatchNorm2d untracked": (lambda: nn.BatchNorm2d(8, track_running_stats=False), MAPS, "BatchNormalNorm2d"),
+    "BatchNorm2d untracked": (
+        lambda: nn.BatchNorm2d(8, track_running_stats=False),
+        MAPS,
+        "BatchNormalNorm2d",
+    ),
     "BatchNorm2d plain": (lambda: nn.BatchNorm2d(8, affine=False), MAPS, "BatchNormalNorm2d"),
     "BatchNorm2d no bias": (lambda: nn.BatchNorm2d(8, bias=False), MAPS, "BatchNormalNorm2d"),
     "BatchNorm3d": (lambda: nn.BatchNorm3d(8), VOLUMES, "BatchNormalNorm3d"),
     "SyncBatchNorm": (lambda: nn.SyncBatchNorm(8), MAPS, "SyncBatchNormalNorm"),
     "BatchNormAct2d": (lambda: norm_act(fused.BatchNormAct2d, 8), MAPS, "BatchNormalNormAct2d"),
-    "BatchNormAct2d no act": (lambda: fused.BatchNormAct2d(8, apply_act=False), MAPS, "BatchNormalNormAct2d"),
+    "BatchNormAct2d no act": (
+        lambda: fused.BatchNormAct2d(8, apply_act=False),
+        MAPS,
+        "BatchNormalNormAct2d",
+    ),
     "SyncBatchNormAct": (sync_norm_act, MAPS, "SyncBatchNormalNormAct"),
     "LayerNorm": (lambda: nn.LayerNorm(8, eps=1e-3), ROWS, "LayerNormalNorm"),
     "LayerNorm two dims": (lambda: nn.LayerNorm((5, 8)), ROWS, "LayerNormalNorm"),
@@ -56,10 +70,22 @@ SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "LayerNormExp2d": (lambda: plain.LayerNormExp2d(8), MAPS, "LayerNormalNorm2d"),
     "LayerNorm2dNoBias": (lambda: LayerNorm2dNoBias(8), MAPS, "LayerNormalNorm2d"),
     "torchvision LayerNorm2d": (lambda: TorchvisionLayerNorm2d(8), MAPS, "LayerNormalNorm2d"),
-    "LayerNormAct": (lambda: fused.LayerNormAct(8, drop_layer=nn.Dropout), ROWS, "LayerNormalNormAct"),
-    "LayerNormActFp32": (lambda: fused.LayerNormActFp32(8, act_layer=nn.GELU), ROWS, "LayerNormalNormAct"),
+    "LayerNormAct": (
+        lambda: fused.LayerNormAct(8, drop_layer=nn.Dropout),
+        ROWS,
+        "LayerNormalNormAct",
+    ),
+    "LayerNormActFp32": (
+        lambda: fused.LayerNormActFp32(8, act_layer=nn.GELU),
+        ROWS,
+        "LayerNormalNormAct",
+    ),
     "LayerNormAct2d": (lambda: norm_act(fused.LayerNormAct2d, 8), MAPS, "LayerNormalNormAct2d"),
-    "LayerNormAct2dFp32": (lambda: norm_act(fused.LayerNormAct2dFp32, 8), MAPS, "LayerNormalNormAct2d"),
+    "LayerNormAct2dFp32": (
+        lambda: norm_act(fused.LayerNormAct2dFp32, 8),
+        MAPS,
+        "LayerNormalNormAct2d",
+    ),
     "GroupNorm": (lambda: nn.GroupNorm(4, 8, eps=1e-3), MAPS, "GroupNormalNorm"),
     "timm GroupNorm": (lambda: plain.GroupNorm(8, num_groups=2), MAPS, "GroupNormalNorm"),
     "GroupNorm1": (lambda: plain.GroupNorm1(8), MAPS, "GroupNormalNorm"),
@@ -68,7 +94,11 @@ SOURCES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "GroupNorm1Act": (lambda: norm_act(fused.GroupNorm1Act, 8), MAPS, "GroupNormalNormAct"),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(8, affine=True), SEQUENCE, "InstanceNormalNorm1d"),
     "InstanceNorm2d": (lambda: nn.InstanceNorm2d(8), MAPS, "InstanceNormalNorm2d"),
-    "InstanceNorm2d tracked": (lambda: nn.InstanceNorm2d(8, track_running_stats=True), MAPS, "InstanceNormalNorm2d"),
+    "InstanceNorm2d tracked": (
+        lambda: nn.InstanceNorm2d(8, track_running_stats=True),
+        MAPS,
+        "InstanceNormalNorm2d",
+    ),
     "InstanceNorm3d": (lambda: nn.InstanceNorm3d(8, affine=True), VOLUMES, "InstanceNormalNorm3d"),
 }
 FROZEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
@@ -78,27 +108,48 @@ FROZEN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 
 
 def cases() -> dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...], str]]:
-    """Return, by a name, the target, how to build a source, the shape of its input, and the class that it becomes.
+    """Return, by a name, the target, how to build a source, the shape of its input, and the class
+    that it becomes.
 
-    Every source is tried to its normality counterpart, and every BatchNorm with statistics to the targets beside.
+    Every source is tried to its normality counterpart, and every BatchNorm with statistics to the
+    targets beside.
     """
     every = {f"{name} to normal": ("normal", *source) for name, source in SOURCES.items()}
-    batch = {name: source for name, source in SOURCES.items() if "BatchNorm" in name and "untracked" not in name}
+    batch = {
+        name: source
+        for name, source in SOURCES.items()
+        if "BatchNorm" in name and "untracked" not in name
+    }
     for name, (build, shape, normal) in {**batch, **FROZEN}.items():
         act = "Act" if "Act" in name else ""
         every[f"{name} to frozen"] = "frozen", build, shape, f"FrozenBatchNorm{act}"
         every[f"{name} to ln"] = "ln", build, shape, f"MigratedGroupNorm{act}"
         if "BatchNorm" in name and not name.startswith("Sync"):
-            every[f"{name} to dbn"] = "dbn", build, shape, "Decorrelated" + normal.replace("Normal", "")
+            every[f"{name} to dbn"] = (
+                "dbn",
+                build,
+                shape,
+                "Decorrelated" + normal.replace("Normal", ""),
+            )
     for to, cls in (("gn", "MigratedGroupNorm"), ("dbnn", "DecorrelatedBatchNormalNorm2d")):
         every[f"BatchNorm2d to {to}"] = to, *SOURCES["BatchNorm2d"][:2], cls
     return every
 
 
-EVERY = pytest.mark.parametrize(("to", "build", "shape", "target"), cases().values(), ids=cases().keys())
+EVERY = pytest.mark.parametrize(
+    ("to", "build", "shape", "target"), cases().values(), ids=cases().keys()
+)
 FEW = (
-    *(f"{name} to normal" for name in ("BatchNormAct2d", "LayerNorm", "GroupNorm", "InstanceNorm2d tracked")),
-    *("SyncBatchNorm to frozen", "timm frozen Act to ln", "BatchNorm2d plain to dbn", "BatchNorm2d to dbnn"),
+    *(
+        f"{name} to normal"
+        for name in ("BatchNormAct2d", "LayerNorm", "GroupNorm", "InstanceNorm2d tracked")
+    ),
+    *(
+        "SyncBatchNorm to frozen",
+        "timm frozen Act to ln",
+        "BatchNorm2d plain to dbn",
+        "BatchNorm2d to dbnn",
+    ),
 )
 """A source of each family, and each converter."""
 CONSTANT = ("frozen", "gn", "ln")
@@ -108,7 +159,9 @@ ADDED |= {"running_covariance", "running_whitening"}
 
 
 def reference(module: nn.Module) -> nn.Module:
-    """A copy to compare with; SyncBatchNorm runs on the CPU only in eval, so its plain twin stands in for it."""
+    """A copy to compare with; SyncBatchNorm runs on the CPU only in eval, so its plain twin stands
+    in for it.
+    """
     clone: Any = copy.deepcopy(module)
     if not isinstance(clone, nn.SyncBatchNorm):
         return clone
@@ -139,7 +192,10 @@ def test_same_function_in_eval_and_training_and_full_strength_trains(
         expected.train(training and to not in CONSTANT)
         for child in model[0].children() if to in CONSTANT else ():
             child.eval()  # the dropout
-        x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+        x, y = (
+            torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            for _ in range(2)
+        )
         torch.manual_seed(2)
         out = model(x)
         torch.manual_seed(2)
@@ -164,7 +220,10 @@ def test_tensors_are_moved_and_settings_carried(
     for parameter in source.parameters():
         parameter.requires_grad_(False)
     tensors = (*source.named_parameters(), *source.named_buffers())
-    places, parameters = {name: tensor.data_ptr() for name, tensor in tensors}, set(source.parameters())
+    places, parameters = (
+        {name: tensor.data_ptr() for name, tensor in tensors},
+        set(source.parameters()),
+    )
     calls: list[str] = []
     source.register_forward_hook(lambda *_: calls.append("hook"))
     source.mark = "kept"  # type: ignore[assignment]
@@ -182,7 +241,14 @@ def test_tensors_are_moved_and_settings_carried(
     added = set(new.state_dict()) - set(source.state_dict())
     assert set(source.state_dict()) <= set(new.state_dict())
     assert {name for name in added if not name.startswith("setting_")} <= ADDED
-    for attribute in ("momentum", "track_running_stats", "normalized_shape", "affine", "act", "drop"):
+    for attribute in (
+        "momentum",
+        "track_running_stats",
+        "normalized_shape",
+        "affine",
+        "act",
+        "drop",
+    ):
         if hasattr(source, attribute):
             assert getattr(new, attribute) == getattr(source, attribute), attribute
     calls.clear()  # the conversion may run the network
@@ -232,18 +298,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{to: {} for to in ("dbn", "frn-tlu", "frozen")},
     "evonorm-s0": {"groups": 2},
 }
-"""Options unlike the defaults; those that change which tensors there are (`ws`) are given to both networks."""
+"""Options unlike the defaults; those that change which tensors there are (`ws`) are given to both
+networks.
+"""
 
 
 class Net(nn.Module):
-    """All families of normalization, small; at other sizes than the tests' it amplifies rounding errors: no checks."""
+    """All families of normalization, small; at other sizes than the tests' it amplifies rounding
+    errors: no checks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.bn1, self.act1 = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, eps=1e-3), nn.ReLU()
         self.conv2, self.bn2 = nn.Conv2d(8, 8, 3), fused.BatchNormAct2d(8, act_layer=nn.SiLU)
         self.conv3, self.bn3 = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
-        self.gn, self.inorm, self.ln = nn.GroupNorm(2, 8), nn.InstanceNorm2d(8, affine=True), nn.LayerNorm(8)
+        self.gn, self.inorm, self.ln = (
+            nn.GroupNorm(2, 8),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.LayerNorm(8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn2(self.conv2(self.act1(self.bn1(self.conv1(x)))))
@@ -271,17 +345,23 @@ def test_a_fresh_network_becomes_the_trained_one(to: str) -> None:
             retrofit.set_strength(model, t)
         other.load_state_dict(copy.deepcopy(model.state_dict()))
         for training in (False, True):
-            torch.testing.assert_close(other.train(training)(x), model.train(training)(x), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                other.train(training)(x), model.train(training)(x), rtol=1e-5, atol=1e-6
+            )
             other.load_state_dict(copy.deepcopy(model.state_dict()))
     again, _ = retrofit.convert(Net(), to, **shared, check=False)
-    again.load_state_dict(copy.deepcopy(other).state_dict())  # what was loaded is handed on, by a copy too
+    again.load_state_dict(
+        copy.deepcopy(other).state_dict()
+    )  # what was loaded is handed on, by a copy too
     torch.testing.assert_close(again.eval()(x), model.eval()(x), rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_dict_holds_parameters_and_buffers_alone_that_may_be_swapped() -> None:
     model, x = retrofit.convert(Net(), "ln-pn", check=False)[0].eval(), torch.randn(2, 3, 12, 12)
     other, _ = retrofit.convert(dying(), "ln-pn", check=False, strength=1.0)
-    assert set(model.state_dict()) == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert set(model.state_dict()) == {
+        name for name, _ in (*model.named_parameters(), *model.named_buffers())
+    }
     swapped = torch.func.functional_call(model, other.state_dict(), x)
     torch.testing.assert_close(swapped, other.eval()(x), rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,6 @@
-"""plan and apply: rules, aliases, unknown classes, errors; and `retrofit.convert`, whole or not at all, checked."""
+"""plan and apply: rules, aliases, unknown classes, errors; and `retrofit.convert`, whole or not at
+all, checked.
+"""
 
 import copy
 import json
@@ -25,7 +27,13 @@ def statuses(made: Plan) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("to", "converted"),
-    [("bnn", {"1"}), ("lnn", {"5"}), ("gnn", {"3.0"}), ("inn", {"3.1"}), ("normal", {"1", "3.0", "3.1", "5"})],
+    [
+        ("bnn", {"1"}),
+        ("lnn", {"5"}),
+        ("gnn", {"3.0"}),
+        ("inn", {"3.1"}),
+        ("normal", {"1", "3.0", "3.1", "5"}),
+    ],
 )
 def test_each_target_converts_its_own_family(to: str, converted: set[str]) -> None:
     made = plan(mixed(), to)
@@ -36,7 +44,9 @@ def test_each_target_converts_its_own_family(to: str, converted: set[str]) -> No
 @pytest.mark.parametrize("to", ["gn", "frozen", "dbn", "dbnn"])
 def test_layers_that_cannot_be_converted_are_reported(to: str) -> None:
     without = nn.BatchNorm2d(8, track_running_stats=False)
-    model = nn.Sequential(nn.BatchNorm2d(8), without, nn.GroupNorm(2, 8), nn.SyncBatchNorm(8), SyncBatchNormAct(8))
+    model = nn.Sequential(
+        nn.BatchNorm2d(8), without, nn.GroupNorm(2, 8), nn.SyncBatchNorm(8), SyncBatchNormAct(8)
+    )
     rows = plan(model, to, source=["bn", "gn"]).layers
     assert [row.status for row in rows[:3]] == ["converted", "unsupported", "unsupported"]
     assert "tracks no running statistics" in rows[1].reason
@@ -45,7 +55,9 @@ def test_layers_that_cannot_be_converted_are_reported(to: str) -> None:
 
 
 def test_group_sizes_and_their_reasons() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(64), nn.BatchNorm2d(24), nn.BatchNorm2d(7), nn.BatchNorm2d(13))
+    model = nn.Sequential(
+        nn.BatchNorm2d(64), nn.BatchNorm2d(24), nn.BatchNorm2d(7), nn.BatchNorm2d(13)
+    )
     assert [row.options["group_size"] for row in plan(model, "dbn").layers] == [16, 12, 7, 13]
     rows = plan(model, "dbn", group_size=4).layers
     assert [row.options["group_size"] for row in rows] == [4, 4, 1, 1]
@@ -65,7 +77,12 @@ def resnet18() -> nn.Module:
 
 def test_only_and_skip() -> None:
     made = plan(resnet18(), "bnn", only=r"^layer[12]\.", skip=[r"\.bn2$", "downsample"])
-    assert [row.name for row in made.converted] == ["layer1.0.bn1", "layer1.1.bn1", "layer2.0.bn1", "layer2.1.bn1"]
+    assert [row.name for row in made.converted] == [
+        "layer1.0.bn1",
+        "layer1.1.bn1",
+        "layer2.0.bn1",
+        "layer2.1.bn1",
+    ]
     reasons = {row.name: row.reason for row in made.layers}
     assert len(reasons) == 20
     assert "`only`" in reasons["bn1"]
@@ -80,13 +97,19 @@ WRONG: list[tuple[dict[str, Any], type[RetrofitError], str]] = [
     ({"skip": ["layer1", "*"]}, UsageError, "not a regular expression"),
     ({"source": "xn"}, UsageError, "bn, ln, gn, in"),
     ({"to": "lnn"}, RetrofitError, "20 BatchNorm2d.*try .to='bnn'."),
-    ({"to": "lnn", "source": "bn"}, RetrofitError, "no function-preserving path to LayerNorm; use `to='normal'`"),
+    (
+        {"to": "lnn", "source": "bn"},
+        RetrofitError,
+        "no function-preserving path to LayerNorm; use `to='normal'`",
+    ),
     ({"skip": "."}, RetrofitError, "nothing to convert"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), WRONG)
-def test_wrong_arguments(arguments: dict[str, Any], error: type[RetrofitError], message: str) -> None:
+def test_wrong_arguments(
+    arguments: dict[str, Any], error: type[RetrofitError], message: str
+) -> None:
     with pytest.raises(error, match=message) as caught:
         plan(resnet18(), **{"to": "bnn", **arguments})
     assert "\n" not in str(caught.value)
@@ -139,14 +162,21 @@ def test_plan_survives_json_and_replays() -> None:
 def test_a_plan_for_another_model_is_refused() -> None:
     with pytest.raises(RetrofitError, match="another model"):
         apply(plan(timm.create_model("test_resnet"), "bnn"), timm.create_model("test_efficientnet"))
-    for made_for, other in ((blocks.NormTwice(), blocks.TwoConsumers()), (blocks.Shared(), blocks.TwoConsumers())):
+    for made_for, other in (
+        (blocks.NormTwice(), blocks.TwoConsumers()),
+        (blocks.Shared(), blocks.TwoConsumers()),
+    ):
         with pytest.raises(RetrofitError, match="another model: here no activation follows bn1"):
             apply(plan(made_for, "gn-pn"), other)
 
 
-class Net(nn.Sequential):  # it counts its calls in a buffer, in evaluation too, and draws random numbers
+class Net(
+    nn.Sequential
+):  # it counts its calls in a buffer, in evaluation too, and draws random numbers
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        super().__init__(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        )
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,9 +187,13 @@ class Net(nn.Sequential):  # it counts its calls in a buffer, in evaluation too,
 
 
 def state(model: nn.Module) -> list[Any]:
-    """All that can be seen of a network: tensors by identity and value, classes, attributes, flags, hooks."""
+    """All that can be seen of a network: tensors by identity and value, classes, attributes, flags,
+    hooks.
+    """
     tensors = (*model.named_parameters(), *model.named_buffers())
-    modules = [(m, type(m), m.training, sorted(vars(m)), len(m._forward_hooks)) for m in model.modules()]
+    modules = [
+        (m, type(m), m.training, sorted(vars(m)), len(m._forward_hooks)) for m in model.modules()
+    ]
     return [*((name, id(tensor), tensor.tolist()) for name, tensor in tensors), *modules]
 
 
@@ -175,14 +209,19 @@ def test_the_check_is_in_the_report_and_disturbs_nothing() -> None:
     assert [module.training for module in model.modules()] == flags
     for name, (value, version) in buffers.items():
         assert torch.equal(model.get_buffer(name), value)
-        assert name == "calls" or model.get_buffer(name)._version == version  # what nothing wrote to is left alone
+        assert (
+            name == "calls" or model.get_buffer(name)._version == version
+        )  # what nothing wrote to is left alone
     assert not any(module._forward_hooks for module in model.modules())
     assert retrofit.convert(Net(), "ln", check=False)[1].check is None
 
 
 def test_where_it_cannot_run_it_says_so() -> None:
     for model, reason in (
-        (nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)), "did not take a random input of size 3x224x224"),
+        (
+            nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8)),
+            "did not take a random input of size 3x224x224",
+        ),
         (Net().bfloat16(), "half precision"),
         (Net().to("meta"), "meta device"),
     ):
@@ -201,7 +240,9 @@ def test_an_input_size_that_is_given_counts() -> None:
     assert state(model) == before
 
 
-def test_a_conversion_that_changes_the_function_is_refused_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_changes_the_function_is_refused_and_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def shifted(*args: Any) -> nn.Module:
         new: Any = build(*args)
         new.bias = nn.Parameter(new.bias + 0.5)
@@ -215,7 +256,9 @@ def test_a_conversion_that_changes_the_function_is_refused_and_taken_back(monkey
     assert state(model) == before
 
 
-@pytest.mark.parametrize(("to", "error"), [("gn-pn", KeyboardInterrupt), ("evonorm-s0", RuntimeError)])
+@pytest.mark.parametrize(
+    ("to", "error"), [("gn-pn", KeyboardInterrupt), ("evonorm-s0", RuntimeError)]
+)
 def test_a_failure_anywhere_leaves_the_network_as_it_was(
     to: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +288,10 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
 
 @pytest.mark.parametrize("thing", ["resnet50", None, nn.BatchNorm2d], ids=str)
 def test_what_is_no_network_is_refused(thing: Any) -> None:
-    with pytest.raises(retrofit.UsageError, match=r"a torch.nn.Module is converted, not .*; build the network first"):
+    with pytest.raises(
+        retrofit.UsageError,
+        match=r"a torch.nn.Module is converted, not .*; build the network first",
+    ):
         retrofit.convert(thing, "bnn")
 
 
@@ -261,11 +307,16 @@ def test_every_layer_gets_the_options_or_the_papers_without_the_noise(
     options: dict[str, Any], noises: list[float], others: tuple[str, float]
 ) -> None:
     model, report = retrofit.convert(mixed(), "normal", **options)
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, retrofit.layers.NormalityMixin)]
+    layers: list[Any] = [
+        module for module in model.modules() if isinstance(module, retrofit.layers.NormalityMixin)
+    ]
     assert [layer.noise for layer in layers] == noises
     assert all((layer.noise_kind, layer.alpha) == others for layer in layers)
     settled = {"noise": 0.0} | {name: value for name, value in options.items() if value != "paper"}
-    assert all(row.options == ({} if options == {"noise": "paper"} else settled) for row in report.plan.layers)
+    assert all(
+        row.options == ({} if options == {"noise": "paper"} else settled)
+        for row in report.plan.layers
+    )
     assert report.plan.options.items() >= options.items()
 
 
@@ -280,11 +331,17 @@ def test_an_attribute_of_the_source_becomes_no_option() -> None:
 def test_a_report_prints_as_a_small_table() -> None:
     _, report = retrofit.convert(timm.create_model("resnet18"), "gn-pn", skip="layer4", check=False)
     lines = str(report).splitlines()
-    assert lines[0] == str(report.plan).splitlines()[0] == "to gn-pn: 15 converted, 5 kept, 0 unsupported"
+    assert (
+        lines[0]
+        == str(report.plan).splitlines()[0]
+        == "to gn-pn: 15 converted, 5 kept, 0 unsupported"
+    )
     assert lines[1].split() == ["count", "found", "becomes", "first", "why"]
     assert len(lines) < 16
     assert max(map(len, lines[:-3])) < 170
-    assert any(line.split()[:4] == ["15", "BatchNorm2d", "MigratedGroupNorm", "bn1"] for line in lines)
+    assert any(
+        line.split()[:4] == ["15", "BatchNorm2d", "MigratedGroupNorm", "bn1"] for line in lines
+    )
     assert "strength: 0" in lines
     assert any(line.startswith("note: 7 of 17 activations are converted") for line in lines)
     assert "<b>\\x1b" in str(plan(nn.ModuleDict({"<b>\x1b[31m": nn.BatchNorm2d(3)}), "bnn"))

@@ -24,7 +24,9 @@ class Transformer(nn.Module):  # patches through torch's own encoder
     def __init__(self, norm_first: bool = False, activation: str = "relu") -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, 16, 4, 4)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, activation, batch_first=True, norm_first=norm_first)
+        layer = nn.TransformerEncoderLayer(
+            16, 2, 32, 0.0, activation, batch_first=True, norm_first=norm_first
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16))
         self.head = nn.Linear(16, 5)
 
@@ -35,16 +37,21 @@ class Transformer(nn.Module):  # patches through torch's own encoder
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @pytest.mark.parametrize(
-    ("norm_first", "activation", "masked"), [(False, "relu", True), (False, "gelu", False), (True, "gelu", True)]
+    ("norm_first", "activation", "masked"),
+    [(False, "relu", True), (False, "gelu", False), (True, "gelu", True)],
 )
-def test_transformers_call_their_converted_norms_in_evaluation(norm_first: bool, activation: str, masked: bool) -> None:
+def test_transformers_call_their_converted_norms_in_evaluation(
+    norm_first: bool, activation: str, masked: bool
+) -> None:
     source, x = Transformer(norm_first, activation).eval(), torch.randn(3, *SIZE)
     mask = torch.zeros(3, 16, dtype=torch.bool)
     mask[0, 12:] = True
     given = mask if masked else None
     model, report = retrofit.convert(copy.deepcopy(source), "lnn", input_size=SIZE)
     assert any("masked tokens" in note for note in report.notes) != norm_first
-    expected = source(x, given).detach()  # with gradients torch takes no fast path, and packs no tokens
+    expected = source(
+        x, given
+    ).detach()  # with gradients torch takes no fast path, and packs no tokens
     with torch.no_grad():
         torch.testing.assert_close(model(x, given), expected)
     retrofit.set_strength(model, 1.0)
@@ -84,14 +91,20 @@ def test_a_forward_or_a_compiled_call_of_the_source_is_not_taken_over() -> None:
 class Pair(nn.Module):  # a network of two inputs
     def __init__(self, channels: int = 8) -> None:
         super().__init__()
-        self.linear, self.bn, self.spare = nn.Linear(4, channels), nn.BatchNorm1d(channels), nn.BatchNorm1d(64)
+        self.linear, self.bn, self.spare = (
+            nn.Linear(4, channels),
+            nn.BatchNorm1d(channels),
+            nn.BatchNorm1d(64),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.bn(self.linear(x + y))
 
 
 def pooled() -> nn.Module:
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Flatten()).eval()
+    return nn.Sequential(
+        nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Flatten()
+    ).eval()
 
 
 ROWS = torch.ones(2, 4), torch.ones(2, 4)
@@ -108,31 +121,46 @@ ROWS = torch.ones(2, 4), torch.ones(2, 4)
         (Pair, {"to": "gn", "inputs": {"x": ROWS[0], "y": ROWS[1]}}, "bn"),
         (Pair, {"to": "gn", "inputs": ROWS, "only": "spare", "groups": 64}, "spare"),
         (Pair, {"to": "ln"}, None),
-        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"to": "gn", "inputs": torch.ones(2, 8, 4)}, None),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(8)),
+            {"to": "gn", "inputs": torch.ones(2, 8, 4)},
+            None,
+        ),
     ],
 )
-def test_sets_of_one_are_refused(build: Callable[[], nn.Module], arguments: dict[str, Any], layer: str | None) -> None:
+def test_sets_of_one_are_refused(
+    build: Callable[[], nn.Module], arguments: dict[str, Any], layer: str | None
+) -> None:
     if layer is None:
         retrofit.convert(build(), **arguments, check=False)
         return
     model = build()
     classes = [type(module) for module in model.modules()]
-    with pytest.raises(RetrofitError, match=rf"every group of {layer} would hold a single value.*`skip`") as caught:
+    with pytest.raises(
+        RetrofitError, match=rf"every group of {layer} would hold a single value.*`skip`"
+    ) as caught:
         retrofit.convert(model, **arguments, check=False)
-    assert ("`inputs`" in str(caught.value)) is not ("inputs" in arguments or "input_size" in arguments)
+    assert ("`inputs`" in str(caught.value)) is not (
+        "inputs" in arguments or "input_size" in arguments
+    )
     assert [type(module) for module in model.modules()] == classes
 
 
 def test_what_is_never_called_is_noted_without_a_check() -> None:
     _, report = retrofit.convert(Pair(), "bnn", inputs=ROWS, check=False)
-    assert any("not called when the network was run: 1 converted layer (spare)" in note for note in report.notes)
+    assert any(
+        "not called when the network was run: 1 converted layer (spare)" in note
+        for note in report.notes
+    )
     assert not any(note.startswith("not checked") for note in report.notes)
 
 
 def test_tensors_that_are_computed_are_named_with_what_makes_them_permanent() -> None:
     pruned = prune.random_unstructured(BatchNormAct2d(8), "weight", 0.5)
     parametrized = parametrize.register_parametrization(nn.BatchNorm2d(8), "bias", nn.Softplus())
-    *rows, other = retrofit.plan(nn.Sequential(pruned, parametrized, nn.BatchNorm2d(8)), "frozen").layers
+    *rows, other = retrofit.plan(
+        nn.Sequential(pruned, parametrized, nn.BatchNorm2d(8)), "frozen"
+    ).layers
     assert [row.status for row in (*rows, other)] == ["unsupported", "unsupported", "converted"]
     for row, name in zip(rows, ("weight", "bias"), strict=True):
         assert re.search(rf"{name} is computed .*prune.remove.*remove_parametrizations", row.reason)
@@ -147,7 +175,9 @@ def test_compiled_networks_follow_the_conversion(place: str) -> None:
     else:
         given = torch.compile(net, backend="eager")
     given(x)
-    model, report = retrofit.convert(given if place == "wrapper" else nn.Sequential(given), "gn", input_size=SIZE)
+    model, report = retrofit.convert(
+        given if place == "wrapper" else nn.Sequential(given), "gn", input_size=SIZE
+    )
     assert report.check.passed
     retrofit.set_strength(model, 1.0)
     torch.testing.assert_close(model(x), nn.Sequential(*net)(x))
@@ -156,9 +186,12 @@ def test_compiled_networks_follow_the_conversion(place: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 @pytest.mark.parametrize(
-    "wrap", [type(nn.parallel.DistributedDataParallel.__name__, (nn.Sequential,), {}), torch.jit.script]
+    "wrap",
+    [type(nn.parallel.DistributedDataParallel.__name__, (nn.Sequential,), {}), torch.jit.script],
 )
-def test_what_keeps_parameters_or_code_elsewhere_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
+def test_what_keeps_parameters_or_code_elsewhere_is_refused(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     made = retrofit.plan(nn.Sequential(net), "gn")
     for function in (retrofit.plan, retrofit.convert, lambda model, _: apply(made, model)):
@@ -190,7 +223,13 @@ def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
     assert any("re-parameterise" in note for note in report.notes) is (to != "frozen")
     if to != "frozen":
         block = copy.deepcopy(model[0])
-        for fuse in (model[0].fuse, block.fuse, block.reparameterize, block.switch_to_deploy, block.fuse_model):
+        for fuse in (
+            model[0].fuse,
+            block.fuse,
+            block.reparameterize,
+            block.switch_to_deploy,
+            block.fuse_model,
+        ):
             with pytest.raises(RetrofitError, match="re-parameterise before converting"):
                 fuse()
         model = retrofit.plain(model, SIZE)
@@ -205,7 +244,9 @@ class Functional(nn.Module):  # normalization without layers
         self.layer_norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = functional.batch_norm(self.weight.view(1, 8, -1), None, None, training=True).view_as(self.weight)
+        weight = functional.batch_norm(
+            self.weight.view(1, 8, -1), None, None, training=True
+        ).view_as(self.weight)
         x = functional.conv2d(x, weight)
         return self.layer_norm(self.normalize(x).flatten(2).mT)
 
@@ -220,5 +261,7 @@ def test_normalization_that_is_called_as_a_function_is_named() -> None:
     assert all("in Functional (0)" in note for note in said)
     model = Functional()
     del model.layer_norm
-    with pytest.raises(RetrofitError, match=r"no normalization layer at all; .*group_norm is called as a function"):
+    with pytest.raises(
+        RetrofitError, match=r"no normalization layer at all; .*group_norm is called as a function"
+    ):
         retrofit.plan(model, "bnn")

@@ -27,7 +27,11 @@ def network(name: str) -> nn.Module:
 
 
 def ours(model: nn.Module) -> set[str]:
-    return {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("retrofit")}
+    return {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__module__.startswith("retrofit")
+    }
 
 
 def close(one: nn.Module, other: nn.Module, *x: torch.Tensor) -> None:
@@ -39,8 +43,16 @@ def close(one: nn.Module, other: nn.Module, *x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("name", "to", "strength"),
     [
-        *(("test_efficientnet", "gn", 1.0), ("tv:resnet18", "gn-pn", 1.0), ("test_efficientnet", "ln-pn", 1.0)),
-        *(("test_resnet", "ln-pn", 0.0), ("tv:resnet18", "ln", 0.0), ("test_resnet", "frozen", None)),
+        *(
+            ("test_efficientnet", "gn", 1.0),
+            ("tv:resnet18", "gn-pn", 1.0),
+            ("test_efficientnet", "ln-pn", 1.0),
+        ),
+        *(
+            ("test_resnet", "ln-pn", 0.0),
+            ("tv:resnet18", "ln", 0.0),
+            ("test_resnet", "frozen", None),
+        ),
     ],
 )
 def test_batch_independent_targets(name: str, to: str, strength: float | None) -> None:
@@ -49,7 +61,11 @@ def test_batch_independent_targets(name: str, to: str, strength: float | None) -
     plain = retrofit.plain(model)
     close(model, plain)
     assert ours(plain) <= ALLOWED
-    assert not [key for key in plain.state_dict() if "running" in key or "strength" in key or "setting" in key]
+    assert not [
+        key
+        for key in plain.state_dict()
+        if "running" in key or "strength" in key or "setting" in key
+    ]
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
     optimizer = torch.optim.SGD(plain.parameters(), 1e-4)
@@ -69,7 +85,11 @@ def test_batch_independent_targets(name: str, to: str, strength: float | None) -
         (timm.layers.BatchNormAct2d(6), "dbn", (4, 6, 5, 5)),
         (nn.BatchNorm2d(6), "dbnn", (4, 6, 5, 5)),
         (nn.InstanceNorm1d(6, track_running_stats=True), "inn", (4, 6, 5)),
-        *((nn.BatchNorm1d(6), to, shape) for to in ("gn", "frozen") for shape in ((4, 6), (4, 6, 5))),
+        *(
+            (nn.BatchNorm1d(6), to, shape)
+            for to in ("gn", "frozen")
+            for shape in ((4, 6), (4, 6, 5))
+        ),
         *((nn.BatchNorm3d(6, affine=False), to, (4, 6, 2, 3, 2)) for to in ("gn", "frozen")),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
@@ -91,15 +111,21 @@ def test_layers_alone(source: nn.Module, target: str, shape: tuple[int, ...]) ->
 
 def test_a_network_that_was_written_with_group_norm_takes_the_state_dict() -> None:
     model, _ = retrofit.convert(network("tv:resnet18"), "gn", groups=8, strength=1.0)
-    written = torchvision.models.resnet18(num_classes=5, norm_layer=lambda channels: nn.GroupNorm(8, channels))
+    written = torchvision.models.resnet18(
+        num_classes=5, norm_layer=lambda channels: nn.GroupNorm(8, channels)
+    )
     missing, unexpected = written.load_state_dict(retrofit.plain(model).state_dict(), strict=False)
     assert not missing
-    assert all(key.endswith(".bias") for key in unexpected)  # of convolutions: the constants that went into them
+    assert all(
+        key.endswith(".bias") for key in unexpected
+    )  # of convolutions: the constants that went into them
 
 
 def test_what_has_no_plain_form_is_refused() -> None:
     model, _ = retrofit.convert(network("test_resnet"), "bnn", strength=0.5)
-    with pytest.raises(RetrofitError, match=r"conv1.1 does \(and 14 more layers\): it has a power transform"):
+    with pytest.raises(
+        RetrofitError, match=r"conv1.1 does \(and 14 more layers\): it has a power transform"
+    ):
         retrofit.plain(model)
     retrofit.set_strength(model, 0.0)
     model.conv1[1].register_forward_hook(lambda module, args, out: out * 2)
@@ -179,7 +205,9 @@ class Entries(nn.Module):
         self.encoder = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU())
 
 
-class OtherEntry(Entries):  # the convolution is an entry of a sequence, which another method takes apart
+class OtherEntry(
+    Entries
+):  # the convolution is an entry of a sequence, which another method takes apart
     def forward(self, x: Tensor) -> Tensor:
         return self.encoder(x)
 
@@ -196,7 +224,9 @@ class OuterCall(nn.Module):  # what holds the block calls its convolution, with 
         return self.block.conv(x) if raw else self.block(x)
 
 
-class Untraced(Entries):  # calls what it holds by a reference that names nothing, in code that cannot be traced
+class Untraced(
+    Entries
+):  # calls what it holds by a reference that names nothing, in code that cannot be traced
     def __init__(self) -> None:
         super().__init__()
         self.first = [self.encoder[0]]
@@ -227,12 +257,17 @@ USES: dict[str, tuple[Callable[[], nn.Module], list[Any]]] = {
     "other entry": (OtherEntry, [lambda m, x: m(x), lambda m, x: m.embed(x)]),
     "outer call": (OuterCall, [lambda m, x: m(x), lambda m, x: m(x, raw=True)]),
     "untraced": (Untraced, [lambda m, x: m(x)]),
-    "uncalled": (Uncalled, [lambda m, x: m(x), lambda m, x: vars(m).update(use_spare=True) or m(x)]),
+    "uncalled": (
+        Uncalled,
+        [lambda m, x: m(x), lambda m, x: vars(m).update(use_spare=True) or m(x)],
+    ),
 }
 
 
 def small(make: Callable[[], nn.Module], to: str) -> nn.Module:
-    return retrofit.convert(trained(make()), to, input_size=(3, 16), strength=None if to == "frozen" else 1.0)[0]
+    return retrofit.convert(
+        trained(make()), to, input_size=(3, 16), strength=None if to == "frozen" else 1.0
+    )[0]
 
 
 @pytest.mark.parametrize("to", ["ln", "frozen"])
@@ -265,7 +300,9 @@ class Reads(Block):  # computes what the norm does from its tensors
         norm, x = self.bn, self.conv(x)
         if self.training:
             return norm(x)
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+        return F.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps
+        )
 
 
 class ReadsUntraced(Reads):
@@ -274,12 +311,17 @@ class ReadsUntraced(Reads):
 
 
 def test_tensors_that_other_code_reads_are_missed_in_one_line() -> None:
-    for make, message in ((Reads, "reads the tensors of bn"), (ReadsUntraced, "does not take what it took before")):
+    for make, message in (
+        (Reads, "reads the tensors of bn"),
+        (ReadsUntraced, "does not take what it took before"),
+    ):
         model, _ = retrofit.convert(make(), "frozen", input_size=(3, 16))
         with pytest.raises(RetrofitError, match=message):
             retrofit.plain(model, (3, 16))
     model, _ = retrofit.convert(Reads(), "bnn", input_size=(3, 16))
-    torch.testing.assert_close(retrofit.plain(model, (3, 16))(X1 := torch.randn(2, 3, 9)), model(X1))
+    torch.testing.assert_close(
+        retrofit.plain(model, (3, 16))(X1 := torch.randn(2, 3, 9)), model(X1)
+    )
 
 
 class TwoInputs(Block):

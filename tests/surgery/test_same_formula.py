@@ -48,7 +48,10 @@ class ChannelsFirst(nn.LayerNorm):  # as in SAM, ConvNeXt V2, DINOv3 and Segform
 class WrittenNorm(nn.Module):  # a LayerNorm that is derived from nothing, as in the first ConvNeXt
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(channels)),
+            nn.Parameter(torch.zeros(channels)),
+        )
         self.variance_epsilon = 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,7 +69,9 @@ class Activated(nn.GroupNorm):  # as in BiT
         return self.activation(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
 
 
-def derived(base: type[nn.Module], forward: Callable[[Any, Tensor], Tensor], *args: Any, **own: Any) -> nn.Module:
+def derived(
+    base: type[nn.Module], forward: Callable[[Any, Tensor], Tensor], *args: Any, **own: Any
+) -> nn.Module:
     module = type("Derived", (base,), {"forward": forward})(*args)
     for name, value in own.items():
         setattr(module, name, value)
@@ -92,14 +97,20 @@ SAME: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "untracked": (lambda: Renamed(8, affine=False, track_running_stats=False), "BatchNorm2d"),
     "on meta": (lambda: Renamed(8).to("meta"), "BatchNorm2d"),
     "half": (lambda: ChannelsFirst(8).half(), "LayerNorm2d"),
-    "activated BatchNorm": (lambda: derived(nn.BatchNorm2d, gated, 8, gate=nn.SiLU()), "BatchNormAct2d"),
+    "activated BatchNorm": (
+        lambda: derived(nn.BatchNorm2d, gated, 8, gate=nn.SiLU()),
+        "BatchNormAct2d",
+    ),
 }
 
 
 @pytest.mark.parametrize(("build", "known"), SAME.values(), ids=SAME)
 def test_the_same_formula_by_another_name(build: Callable[[], nn.Module], known: str) -> None:
     module = build()
-    before = {name: (id(value), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
+    before = {
+        name: (id(value), value.clone())
+        for name, value in module.state_dict(keep_vars=True).items()
+    }
     norm: Any = classify("", module)
     assert (norm.status, norm.known_class, type(norm.layer).__name__) == ("known", known, known)
     for name, value in module.state_dict(keep_vars=True).items():
@@ -132,16 +143,28 @@ def momentum(self: Any, x: Tensor) -> Tensor:
 
 
 DIFFERENT: dict[str, Callable[[], nn.Module]] = {
-    "twice": lambda: derived(nn.BatchNorm2d, lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), 8),
+    "twice": lambda: derived(
+        nn.BatchNorm2d, lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), 8
+    ),
     "other statistics in training": lambda: derived(nn.BatchNorm2d, momentum, 8),
-    "a parameter that starts as nothing": lambda: derived(nn.LayerNorm, scaled, 8, scale=nn.Parameter(torch.ones(()))),
-    "other gradient": lambda: derived(nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach()), 8),
-    "other eps": lambda: derived(nn.LayerNorm, lambda self, x: F.layer_norm(x, (8,), self.weight, self.bias, 1e-2), 8),
-    "maps alone": lambda: derived(nn.LayerNorm, lambda self, x: x + 1 if x.ndim == 4 else F.layer_norm(x, (8,)), 8),
+    "a parameter that starts as nothing": lambda: derived(
+        nn.LayerNorm, scaled, 8, scale=nn.Parameter(torch.ones(()))
+    ),
+    "other gradient": lambda: derived(
+        nn.LayerNorm, lambda self, x: nn.LayerNorm.forward(self, x.detach()), 8
+    ),
+    "other eps": lambda: derived(
+        nn.LayerNorm, lambda self, x: F.layer_norm(x, (8,), self.weight, self.bias, 1e-2), 8
+    ),
+    "maps alone": lambda: derived(
+        nn.LayerNorm, lambda self, x: x + 1 if x.ndim == 4 else F.layer_norm(x, (8,)), 8
+    ),
     "statistics of all processes": lambda: derived(nn.BatchNorm2d, distributed, 8),
     "an activation with weights": lambda: Activated(8, nn.PReLU),
     "frozen with an eps that nobody has": lambda: OtherFrozenNorm(8),
-    "no batch": lambda: derived(nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x.transpose(0, 1)), 4, 8),
+    "no batch": lambda: derived(
+        nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x.transpose(0, 1)), 4, 8
+    ),
     "stays in evaluation": lambda: AlwaysEvaluating(8),
 }
 
@@ -154,12 +177,15 @@ def test_another_formula_stays_unsupported(build: Callable[[], nn.Module]) -> No
 
 
 @pytest.mark.parametrize(
-    ("case", "to"), [("frozen", "gn-pn"), ("channels first", "lnn"), ("activated", "gnn"), ("renamed", "dbn")]
+    ("case", "to"),
+    [("frozen", "gn-pn"), ("channels first", "lnn"), ("activated", "gnn"), ("renamed", "dbn")],
 )
 def test_conversions_keep_the_function_and_the_keys(case: str, to: str) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Conv2d(3, 8, 3), SAME[case][0](), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), SAME[case][0](), nn.ReLU(), nn.Conv2d(8, 4, 1)
+        ).eval()
 
     source, x = net(), torch.randn(2, 3, 9, 9)
     model, report = retrofit.convert(net(), to, input_size=(3, 9, 9))
@@ -174,10 +200,21 @@ def test_conversions_keep_the_function_and_the_keys(case: str, to: str) -> None:
 
 
 def test_the_shapes_that_the_network_gives_count() -> None:
-    wide = derived(nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x) + (x.shape[-1] > 20), 4, 8)
-    retrofit.convert(nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(wide)), "gnn", input_size=(3, 9, 9), check=False)
-    with pytest.raises(RetrofitError, match="1 is GroupNorm on random inputs, but not on those of the shape"):
-        retrofit.convert(nn.Sequential(nn.Conv2d(3, 8, 3), wide), "gnn", input_size=(3, 32, 32), check=False)
+    wide = derived(
+        nn.GroupNorm, lambda self, x: nn.GroupNorm.forward(self, x) + (x.shape[-1] > 20), 4, 8
+    )
+    retrofit.convert(
+        nn.Sequential(nn.Conv2d(3, 8, 3), copy.deepcopy(wide)),
+        "gnn",
+        input_size=(3, 9, 9),
+        check=False,
+    )
+    with pytest.raises(
+        RetrofitError, match="1 is GroupNorm on random inputs, but not on those of the shape"
+    ):
+        retrofit.convert(
+            nn.Sequential(nn.Conv2d(3, 8, 3), wide), "gnn", input_size=(3, 32, 32), check=False
+        )
 
 
 def test_a_network_with_norms_that_are_unsupported_is_advised_no_other_target() -> None:

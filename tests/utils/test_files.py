@@ -55,7 +55,12 @@ def test_a_file_that_appeared_meanwhile_is_kept(tmp_path: Path) -> None:
 def test_impossible_places(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
-    places = {"": "is a folder or", "pipe": "or a device", "missing/a": "does not exist", "file/a": "does not exist"}
+    places = {
+        "": "is a folder or",
+        "pipe": "or a device",
+        "missing/a": "does not exist",
+        "file/a": "does not exist",
+    }
     for name, message in {**places, "n" * 300: "cannot write"}.items():
         with refused(message), atomic_write(tmp_path / name, force=True):
             pytest.fail("the body must not run")
@@ -63,12 +68,16 @@ def test_impossible_places(tmp_path: Path) -> None:
 
 
 def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)  # chmod does not stop root, who may run the tests
+    monkeypatch.setattr(
+        os, "access", lambda *_: False
+    )  # chmod does not stop root, who may run the tests
     with refused("read-only"):
         ensure_writable(tmp_path / "a.bin")
 
 
-@pytest.mark.parametrize(("name", "message"), [("ENOSPC", "No space"), ("EFBIG", "too large"), ("EROFS", "Read-only")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("ENOSPC", "No space"), ("EFBIG", "too large"), ("EROFS", "Read-only")]
+)
 def test_the_disk_refuses(tmp_path: Path, name: str, message: str) -> None:
     with refused(message), atomic_write(tmp_path / "a.bin"):
         raise OSError(getattr(errno, name), "no")
@@ -86,7 +95,12 @@ with atomic_write({str(folder / "a.bin")!r}) as temporary:
     print("half-way", flush=True)
     time.sleep(60)
 """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": heed_signals}
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "preexec_fn": heed_signals,
+    }
     return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, **pipes)
 
 
@@ -100,7 +114,9 @@ def test_a_process_that_is_told_to_end_half_way_leaves_nothing(tmp_path: Path) -
 
 
 def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
-    """The writer has a child of its own, as data loaders have, which outlives it and must not keep its lock."""
+    """The writer has a child of its own, as data loaders have, which outlives it and must not keep
+    its lock.
+    """
     others = [".b.bin.0a1b2c3d.tmp", ".a.bin.notes.tmp", "a.bin.0a1b2c3d.tmp"]
     for name in others:
         (tmp_path / name).touch()

@@ -1,4 +1,6 @@
-"""ONNX models in the runtimes: the same numbers on every processor, and one line for what they refuse."""
+"""ONNX models in the runtimes: the same numbers on every processor, and one line for what they
+refuse.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +15,10 @@ from tests.networks.conftest import refused
 
 EACH_RUNTIME = pytest.mark.parametrize(
     "runtime",
-    ["onnxruntime", pytest.param("openvino", marks=pytest.mark.slow)],  # slow runs have the group `bench`
+    [
+        "onnxruntime",
+        pytest.param("openvino", marks=pytest.mark.slow),
+    ],  # slow runs have the group `bench`
 )
 
 
@@ -25,7 +30,9 @@ def parsed(body: str, *, rows: str = "n") -> bytes:
 
 @EACH_RUNTIME
 @pytest.mark.parametrize("shape", [None, (4, 3)])
-def test_outputs_in_order_of_bytes_and_files(runtime: Runtime, shape: tuple[int, ...] | None, tmp_path: Path) -> None:
+def test_outputs_in_order_of_bytes_and_files(
+    runtime: Runtime, shape: tuple[int, ...] | None, tmp_path: Path
+) -> None:
     content = parsed("second = Neg(input) first = Relu(input)")
     (tmp_path / "a.onnx").write_bytes(content)
     images = np.random.default_rng(0).standard_normal((4, 3), dtype=np.float32)
@@ -72,8 +79,14 @@ def test_a_runtime_that_is_not_there(runtime: Runtime, monkeypatch: pytest.Monke
 
 def test_metadata_are_json_where_they_are(tmp_path: Path) -> None:
     model = onnx.load_from_string(parsed("first = Relu(input) second = Neg(input)"))
-    onnx.helper.set_model_props(model, {"input_size": "[3, 8, 8]", "model": "resnet18", "strength": "0.5"})
+    onnx.helper.set_model_props(
+        model, {"input_size": "[3, 8, 8]", "model": "resnet18", "strength": "0.5"}
+    )
     onnx.save(model, tmp_path / "a.onnx")
-    assert metadata(tmp_path / "a.onnx") == {"input_size": [3, 8, 8], "model": "resnet18", "strength": 0.5}
+    assert metadata(tmp_path / "a.onnx") == {
+        "input_size": [3, 8, 8],
+        "model": "resnet18",
+        "strength": 0.5,
+    }
     with refused("there is no file"):
         metadata(tmp_path / "absent.onnx")

@@ -1,4 +1,6 @@
-"""Networks are left as they were, whatever their `train` does; batches are taken as people have them."""
+"""Networks are left as they were, whatever their `train` does; batches are taken as people have
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import find_sites
-from retrofit.utils.running import copied, device_of, evaluating, hooked, images_of, placement_of, without_image_rows
+from retrofit.utils.running import (
+    copied,
+    device_of,
+    evaluating,
+    hooked,
+    images_of,
+    placement_of,
+    without_image_rows,
+)
 
 X = torch.randn(2, 3, 8, 8)
 
@@ -63,7 +73,9 @@ def test_a_mode_that_changes_weights(training: bool) -> None:
 def test_weights_that_pruning_computed_are_not_copied() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     prune.l1_unstructured(model[0], "weight", 0.5)
-    with pytest.raises(RetrofitError, match=r"make them permanent first, by torch.nn.utils.prune.remove"):
+    with pytest.raises(
+        RetrofitError, match=r"make them permanent first, by torch.nn.utils.prune.remove"
+    ):
         copied(model)
     prune.remove(model[0], "weight")
     assert torch.equal(copied(model)[0].weight, model[0].weight)
@@ -84,7 +96,9 @@ def test_hooks_are_gone_after_a_failure_within_and_of_the_registration() -> None
 def test_of_the_first_tensor() -> None:
     assert device_of(nn.ReLU()) == torch.device("cpu")
     assert device_of(nn.Linear(2, 2, device="meta")) == torch.device("meta")
-    assert device_of(nn.BatchNorm2d(2, affine=False, device="meta")) == torch.device("meta")  # buffers alone
+    assert device_of(nn.BatchNorm2d(2, affine=False, device="meta")) == torch.device(
+        "meta"
+    )  # buffers alone
     assert placement_of(nn.Linear(2, 2).bfloat16()) == (torch.device("cpu"), torch.bfloat16)
     assert placement_of(nn.ReLU()) == (torch.device("cpu"), torch.float32)
 
@@ -96,9 +110,15 @@ def test_images_with_labels_or_without_and_nothing_else() -> None:
     for batches in (ONE, [ONE], [(ONE, 1)], [[ONE, None, 5]], iter([ONE])):
         (images,) = images_of(batches)
         assert images is ONE
-    wrong = {"`images` takes batches of images, .*; batch 1 is int": 5, "batch 2 is str": [ONE, "photo.jpg"]}
+    wrong = {
+        "`images` takes batches of images, .*; batch 1 is int": 5,
+        "batch 2 is str": [ONE, "photo.jpg"],
+    }
     wrong |= {"batch 1 is tuple": [()], r"batch 2 is \(\)": [ONE, torch.tensor(1.0)]}
-    for said, batches in {**wrong, "batch 2 of `images` holds NaN or infinity": [ONE, ONE * math.nan]}.items():
+    for said, batches in {
+        **wrong,
+        "batch 2 of `images` holds NaN or infinity": [ONE, ONE * math.nan],
+    }.items():
         with pytest.raises(RetrofitError, match=said):
             list(images_of(batches, "images"))
 
@@ -118,7 +138,9 @@ def test_nothing_is_fitted_to_them(tmp_path: Path) -> None:
             fit(calibrate=wrong)
 
 
-class Tokens(nn.Module):  # tokens first, windows of images first, images first, and a norm of a parameter
+class Tokens(
+    nn.Module
+):  # tokens first, windows of images first, images first, and a norm of a parameter
     def __init__(self) -> None:
         super().__init__()
         self.first, self.windows, self.images, self.constant = (nn.LayerNorm(3) for _ in range(4))

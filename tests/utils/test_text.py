@@ -9,7 +9,12 @@ from retrofit.utils.text import json_text, one_line, plural, printable, shortlis
 
 
 def test_printable_is_what_is_seen() -> None:
-    texts = {"layer1.0.weight": "layer1.0.weight", "größe": "größe", "a\nb\r\tc": r"a\nb\r\tc", 7: "7"}
+    texts = {
+        "layer1.0.weight": "layer1.0.weight",
+        "größe": "größe",
+        "a\nb\r\tc": r"a\nb\r\tc",
+        7: "7",
+    }
     texts |= {"\x1b[31mred\x07": r"\x1b[31mred\x07", "a\u202eb\ud800": r"a\u202eb\ud800"}
     for text, shown in texts.items():
         assert printable(text) == printable(text, 64) == shown
@@ -36,7 +41,11 @@ def test_lists_and_counts() -> None:
     assert shortlist(["a", "b", "c"]) == "a, b, c"
     assert shortlist(["a", "b", "c", 4, 5]) == "a, b, c and 2 more"
     assert len(shortlist(["n" * 1000] * 9)) < 3 * 64 + 20
-    assert (plural(1, "layer"), plural(0, "layer"), plural(1234, "layer")) == ("1 layer", "0 layers", "1,234 layers")
+    assert (plural(1, "layer"), plural(0, "layer"), plural(1234, "layer")) == (
+        "1 layer",
+        "0 layers",
+        "1,234 layers",
+    )
     assert (plural(1, "class"), plural(2, "class")) == ("1 class", "2 classes")
 
 

@@ -1,10 +1,12 @@
 """The kernels of normality normalization, and which of them run.
 
-`eager`, `cpp` and `triton` are modules with the same three functions, `forward`, `backward` and `apply`, on tensors in
-a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of them. Unset, CUDA tensors go through Triton
-and large CPU tensors through C++; small ones, and all where neither is to be had, stay eager. On a GPU Triton's kernels
-run once they have passed a self-test there. The choice depends on the tensor alone, so that a run that is resumed
-repeats its bits. The log says once what was chosen for a kind of device, as a warning where it is not the fastest.
+`eager`, `cpp` and `triton` are modules with the same three functions, `forward`, `backward` and
+`apply`, on tensors in a `Layout`'s view. The environment variable RETROFIT_KERNELS names one of
+them. Unset, CUDA tensors go through Triton and large CPU tensors through C++; small ones, and all
+where neither is to be had, stay eager. On a GPU Triton's kernels run once they have passed a
+self-test there. The choice depends on the tensor alone, so that a run that is resumed repeats its
+bits. The log says once what was chosen for a kind of device, as a warning where it is not the
+fastest.
 """
 
 import importlib
@@ -27,11 +29,15 @@ VARIABLE = "RETROFIT_KERNELS"
 NAMES = ("eager", "cpp", "triton")
 _STRETCH = 32
 LARGE = 2**13
-"""Elements from which compiled kernels are worth the call, and some ten seconds of building them once a machine."""
+"""Elements from which compiled kernels are worth the call, and some ten seconds of building them
+once a machine.
+"""
 
 
 def fits(x: Tensor) -> bool:
-    """Whether `x` is a plain tensor of numbers: not one that a tracer, a compiler, a mode or a derivative follows."""
+    """Whether `x` is a plain tensor of numbers: not one that a tracer, a compiler, a mode or a
+    derivative follows.
+    """
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.device.type in ("cpu", "cuda")
@@ -45,13 +51,19 @@ def fits(x: Tensor) -> bool:
 def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
     """Return the kernels for `x`, whose sets the ranks of `group` may share.
 
-    A ValueError says that RETROFIT_KERNELS names no kernels, a RuntimeError why those that it names cannot run here.
+    A ValueError says that RETROFIT_KERNELS names no kernels, a RuntimeError why those that it names
+    cannot run here.
     """
     name = _named()
-    if name == "eager" or x.dtype not in self_test.TOLERANCES or (not name and not x.is_cuda and x.numel() < LARGE):
+    if (
+        name == "eager"
+        or x.dtype not in self_test.TOLERANCES
+        or (not name and not x.is_cuda and x.numel() < LARGE)
+    ):
         return eager
     if not name:
-        kernels = _fastest(x.device, x.dtype if x.is_cuda else torch.float32)  # said once of a CPU
+        # said once of a CPU
+        kernels = _fastest(x.device, x.dtype if x.is_cuda else torch.float32)
     elif (fault := _fault(name, x.device, x.dtype)) is None:
         kernels = _module(name)
     else:
@@ -65,8 +77,9 @@ def runs_cpp(x: Tensor) -> bool:
 
 
 def moves(x: Tensor, stretch: int) -> bool:
-    """Whether sets of many stretches of `stretch` neighbouring elements are better moved together before they are run:
-    short ones leave vectors half empty. (The C++ kernels fill theirs with the stretches of neighbouring sets.)
+    """Whether sets of many stretches of `stretch` neighbouring elements are better moved together
+    before they are run: short ones leave vectors half empty. (The C++ kernels fill theirs with the
+    stretches of neighbouring sets.)
     """
     return stretch < _STRETCH and not (runs_cpp(x) and stretch <= cpp.library().width())
 
@@ -74,20 +87,26 @@ def moves(x: Tensor, stretch: int) -> bool:
 def _named() -> str:
     name = os.environ.get(VARIABLE, "")
     if name and name not in NAMES:
-        raise ValueError(f"{VARIABLE}={name} names no kernels; choose one of {', '.join(NAMES)}, or unset it")
+        raise ValueError(
+            f"{VARIABLE}={name} names no kernels; choose one of {', '.join(NAMES)}, or unset it"
+        )
     return name
 
 
 @cache
 def _fastest(device: torch.device, dtype: torch.dtype) -> ModuleType:
-    """The fastest kernels that are there and right; says what runs, and why where it is not the fastest of all."""
+    """The fastest kernels that are there and right; says what runs, and why where it is not the
+    fastest of all.
+    """
     name, spoken, where, slower = "cpp", "C++", "the CPU", "about 12 times"
     if device.type == "cuda":
         name, spoken, where, slower = "triton", "Triton", f"GPUs in {dtype}", "several times"
     if (fault := _fault(name, device, dtype)) is None:
         _log.info("normality layers run %s kernels on %s", spoken, where)
         return _module(name)
-    _log.warning("normality layers run torch operations, %s slower, on %s: %s", slower, where, fault)
+    _log.warning(
+        "normality layers run torch operations, %s slower, on %s: %s", slower, where, fault
+    )
     return eager
 
 
@@ -96,7 +115,9 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say why kernels cannot run on a device, or return None where they can."""
     if name == "cpp":
         return cpp.fault() if device.type == "cpu" else f"the tensor is on {device}"
-    if device.type != "cuda":  # in the interpreter a self-test takes minutes; interpreted.py has a small one
+    if (
+        device.type != "cuda"
+    ):  # in the interpreter a self-test takes minutes; interpreted.py has a small one
         return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the tensor is on {device}"
     try:
         return self_test.fault(_module(name), device, dtype)

@@ -1,7 +1,8 @@
-"""Proxy-normalized activations and migrated group normalization by channelwise.cpp, a call or two each way.
+"""Proxy-normalized activations and migrated group normalization by channelwise.cpp, a call or two
+each way.
 
-They take contiguous tensors and channels_last ones as they lie, in float32 and bfloat16. Who calls them has a path of
-torch operations for everything else; `layout_of` says which it is.
+They take contiguous tensors and channels_last ones as they lie, in float32 and bfloat16. Who calls
+them has a path of torch operations for everything else; `layout_of` says which it is.
 """
 
 import ctypes
@@ -24,8 +25,8 @@ _CLAMP, _LEAKY, _HARDSWISH, _SILU, _GELU = range(5)
 
 
 def known(activation: Any) -> tuple[int, float, float] | None:
-    """Return the number of an activation in channelwise.cpp and two numbers of its own, or None where it has none, or
-    someone's hook wants to see it.
+    """Return the number of an activation in channelwise.cpp and two numbers of its own, or None
+    where it has none, or someone's hook wants to see it.
     """
     kind = activation
     if isinstance(activation, nn.Module):
@@ -54,7 +55,17 @@ class ChannelLayout(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int64)
-        for name in ("rows", "length", "period", "channels", "blocks", "step", "threads", "half", "last")
+        for name in (
+            "rows",
+            "length",
+            "period",
+            "channels",
+            "blocks",
+            "step",
+            "threads",
+            "half",
+            "last",
+        )
     )
     channel_dim: int
 
@@ -69,23 +80,37 @@ class ChannelLayout(ctypes.Structure):
         return torch.empty(2, entries, dtype=torch.float64, device="cpu")
 
 
-def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample: bool = False) -> ChannelLayout | None:
-    """Return how `x`, (N, C, *) or (N, *, C) by `channel_dim`, lies for tables of (C,), or (N, C) with `per_sample`;
-    None where no kernel takes it, or the parameters and buffers `given` with it, (C,) each.
+def layout_of(
+    x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample: bool = False
+) -> ChannelLayout | None:
+    """Return how `x`, (N, C, *) or (N, *, C) by `channel_dim`, lies for tables of (C,), or (N, C)
+    with `per_sample`; None where no kernel takes it, or the parameters and buffers `given` with it,
+    (C,) each.
     """
     if not (x.dtype in cpp.TYPES and kernels.fits(x) and kernels.runs_cpp(x)):
         return None
     samples, channels = x.shape[0], x.shape[channel_dim]
     present = [g for g in given if g is not None]
-    if any(type(g) not in (Tensor, nn.Parameter) or not g.is_cpu or g.shape != (channels,) for g in present):
+    if any(
+        type(g) not in (Tensor, nn.Parameter) or not g.is_cpu or g.shape != (channels,)
+        for g in present
+    ):
         return None
     length = x.numel() // (samples * channels)
-    layout = ChannelLayout(threads=cpp.threads(x), channels=channels, half=x.dtype == torch.bfloat16)
+    layout = ChannelLayout(
+        threads=cpp.threads(x), channels=channels, half=x.dtype == torch.bfloat16
+    )
     layout.channel_dim = channel_dim
-    layout.last = channel_dim == -1 or length == 1 or (not x.is_contiguous() and x.movedim(1, -1).is_contiguous())
+    layout.last = (
+        channel_dim == -1
+        or length == 1
+        or (not x.is_contiguous() and x.movedim(1, -1).is_contiguous())
+    )
     if layout.last:
         layout.rows = x.numel() // channels
-        layout.blocks, layout.step = (samples, channels) if per_sample else (min(layout.threads, layout.rows), 0)
+        layout.blocks, layout.step = (
+            (samples, channels) if per_sample else (min(layout.threads, layout.rows), 0)
+        )
     else:
         layout.rows, layout.length = samples * channels, length
         layout.period = layout.rows if per_sample else channels
@@ -93,16 +118,27 @@ def layout_of(x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample
 
 
 class ProxyActivation(torch.autograd.Function):
-    """A proxy-normalized activation, see `ProxyNorm`, with derivatives by x and the first four of the tensors given:
-    gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each (C,) or None. The constants are what
-    `known` says of the activation, eps, strength, whether the layer divides, and its number of samples.
+    """A proxy-normalized activation, see `ProxyNorm`, with derivatives by x and the first four of
+    the tensors given: gamma, beta, proxy_scale, proxy_bias, restore_scale and restore_shift, each
+    (C,) or None. The constants are what `known` says of the activation, eps, strength, whether the
+    layer divides, and its number of samples.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: ChannelLayout, constants: Any, *given: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, layout: ChannelLayout, constants: Any, *given: Tensor | None
+    ) -> Tensor:
         phi, eps, strength, divide, samples = constants
         tables, numbers = room(6, layout.channels), (*phi, float(eps), float(strength), divide)
-        call("proxy_tables", layout.channels, samples, *numbers, tables, _quantiles(samples), *map(floats, given))
+        call(
+            "proxy_tables",
+            layout.channels,
+            samples,
+            *numbers,
+            tables,
+            _quantiles(samples),
+            *map(floats, given),
+        )
         arranged = layout.arrange(x)
         out = torch.empty_like(arranged)
         call("channels_forward", layout, *phi, out, arranged, tables[0], tables[1])
@@ -125,20 +161,32 @@ class ProxyActivation(torch.autograd.Function):
 
 
 class MigratedNorm(torch.autograd.Function):
-    """`migrated_group_norm` of (N, C, *), with derivatives by x, weight and bias. `numbers` are the groups, strength,
-    eps and source_eps; the tensors given are weight, bias, running mean and variance, and gain, each (C,) or None.
+    """`migrated_group_norm` of (N, C, *), with derivatives by x, weight and bias. `numbers` are the
+    groups, strength, eps and source_eps; the tensors given are weight, bias, running mean and
+    variance, and gain, each (C,) or None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layout: ChannelLayout, numbers: tuple[int, float, float, float], *given: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        layout: ChannelLayout,
+        numbers: tuple[int, float, float, float],
+        *given: Tensor | None,
     ) -> Tensor:
         (samples, channels), (num_groups, *rest) = x.shape[:2], numbers
         weight, bias, mean, var, gain = given
         arranged = layout.arrange(x)
         out, kept = torch.empty_like(arranged), room(channels + 2 * samples * num_groups)
         tensors = out, arranged, kept, layout.sums(), room(2, samples * channels)
-        call("migrated_forward", layout, num_groups, *rest, *tensors, *map(floats, (mean, var, gain, weight, bias)))
+        call(
+            "migrated_forward",
+            layout,
+            num_groups,
+            *rest,
+            *tensors,
+            *map(floats, (mean, var, gain, weight, bias)),
+        )
         ctx.save_for_backward(x, weight, mean, gain, kept)
         ctx.layout, ctx.num_groups, ctx.strength = layout, num_groups, rest[0]
         return out
@@ -151,8 +199,23 @@ class MigratedNorm(torch.autograd.Function):
         arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))
         grad_x = torch.empty_like(arranged) if ctx.needs_input_grad[0] else None
         gradients = room(2, channels)
-        tensors = grad_x, gradients, arranged, grad, kept, layout.sums(), room(3, samples * channels)
-        call("migrated_backward", layout, ctx.num_groups, ctx.strength, *tensors, *map(floats, (mean, gain, weight)))
+        tensors = (
+            grad_x,
+            gradients,
+            arranged,
+            grad,
+            kept,
+            layout.sums(),
+            room(3, samples * channels),
+        )
+        call(
+            "migrated_backward",
+            layout,
+            ctx.num_groups,
+            ctx.strength,
+            *tensors,
+            *map(floats, (mean, gain, weight)),
+        )
         return grad_x, None, None, *needed(ctx, 3, gradients), None, None, None
 
 

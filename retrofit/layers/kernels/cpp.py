@@ -1,14 +1,17 @@
-"""The formulas in C++: the library of the C++ files, built by the machine's own compiler when it is first needed.
+"""The formulas in C++: the library of the C++ files, built by the machine's own compiler when it is
+first needed.
 
-It is read from the cache folder, or built there, or in a temporary folder where that fails, for the instruction set
-that torch reports. Its name holds a hash of what it was made from and one of its own content: a machine that has it
-needs no compiler, and one that is damaged is built again. One process builds, others that need the same library wait.
+It is read from the cache folder, or built there, or in a temporary folder where that fails, for the
+instruction set that torch reports. Its name holds a hash of what it was made from and one of its
+own content: a machine that has it needs no compiler, and one that is damaged is built again. One
+process builds, others that need the same library wait.
 
-It is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose sets lie regularly
-enough; `forward`, `backward` and `apply` hand anything else to `eager`. Where ranks share the sets, it runs in stages.
-A stage leaves parts, a row a quantity and a column a set: means over the rank's own values. They become means over all
-ranks, in the order and the dtype in which `eager` reduces them: ranks with and without the library may mix, also where
-a rank has no values.
+It is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose
+sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`. Where
+ranks share the sets, it runs in stages. A stage leaves parts, a row a quantity and a column a set:
+means over the rank's own values. They become means over all ranks, in the order and the dtype in
+which `eager` reduces them: ranks with and without the library may mix, also where a rank has no
+values.
 """
 
 import contextlib
@@ -40,19 +43,37 @@ from retrofit.layers.kernels.eager import FIELDS, KernelOptions
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 
 _log = logging.getLogger(__name__)
-_SOURCES = [Path(__file__).with_name(name) for name in ("normality.cpp", "channelwise.cpp", "vectors.h")]
-_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
-_CONSTANTS = tuple(f"-D{name}={getattr(power_transform, name)}" for name in ("MIN_CURVATURE", "LOG_STRETCH", "TINY"))
+_SOURCES = [
+    Path(__file__).with_name(name) for name in ("normality.cpp", "channelwise.cpp", "vectors.h")
+]
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+_CONSTANTS = tuple(
+    f"-D{name}={getattr(power_transform, name)}"
+    for name in ("MIN_CURVATURE", "LOG_STRETCH", "TINY")
+)
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
-_LIMIT = 170.0  # seconds to build, which takes about ten
-_PATIENCE = 180.0  # seconds: longer than what another process does under the lock
+# seconds to build, which takes about ten
+_LIMIT = 170.0
+# seconds: longer than what another process does under the lock
+_PATIENCE = 180.0
 TYPES = (torch.float32, torch.bfloat16)
-_ALL, _LAST = -1, 4  # all stages in one call; the stage of `forward` that writes
-# Rows of the parts: mean and variance; five means of the Newton step, smallest and largest value; mean of y; its mean
-# absolute deviation
+# all stages in one call; the stage of `forward` that writes
+_ALL, _LAST = -1, 4
+# Rows of the parts: mean and variance; five means of the Newton step, smallest and largest value;
+# mean of y; its mean absolute deviation
 _STAGES = slice(0, 2), slice(2, 9), slice(9, 10), slice(10, 11)
-_SINGLE_THREADED = 2**14  # elements below which waking other threads costs more than it gains
+# elements below which waking other threads costs more than it gains
+_SINGLE_THREADED = 2**14
 
 
 class UnavailableError(RuntimeError):
@@ -60,7 +81,9 @@ class UnavailableError(RuntimeError):
 
 
 def load() -> ctypes.CDLL:
-    """Load the library, built if this machine has none yet; an `UnavailableError` says why there can be none."""
+    """Load the library, built if this machine has none yet; an `UnavailableError` says why there
+    can be none.
+    """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         raise UnavailableError("they are built on Linux with glibc only")
     instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DWIDTH=4",))
@@ -81,15 +104,17 @@ def load() -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
             opened = ctypes.CDLL(str(_build(Path(private), name, options)))
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(f"they cannot be built and loaded in a temporary folder ({error})") from error
+        raise UnavailableError(
+            f"they cannot be built and loaded in a temporary folder ({error})"
+        ) from error
     _log.warning("the C++ kernels are built anew by each process: %s", fault)
     return opened
 
 
 def cache_folder() -> Path:
-    """Return `retrofit` under XDG_CACHE_HOME or ~/.cache, made if it is missing, for what is built or tested once on a
-    machine. An OSError says that it cannot be made, or that others than this user and root may write to it or exchange
-    it.
+    """Return `retrofit` under XDG_CACHE_HOME or ~/.cache, made if it is missing, for what is built
+    or tested once on a machine. An OSError says that it cannot be made, or that others than this
+    user and root may write to it or exchange it.
     """
     place = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "retrofit"
     if not place.is_absolute():
@@ -98,7 +123,9 @@ def cache_folder() -> Path:
     place = place.resolve()
     for each in (place, *place.parents):
         status = each.stat()
-        sticky = each != place and status.st_mode & stat.S_ISVTX  # as /tmp: others may add names, not change mine
+        sticky = (
+            each != place and status.st_mode & stat.S_ISVTX
+        )  # as /tmp: others may add names, not change mine
         if status.st_uid not in (os.geteuid(), 0):
             raise OSError(f"{each} belongs to another user; set XDG_CACHE_HOME")
         if status.st_mode & 0o022 and not sticky:
@@ -108,8 +135,13 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, one process at a time; go on without it where a stopped process holds it for ever."""
-    from retrofit.utils.files import acquire, release  # fcntl is not on every platform that imports this module
+    """Hold the lock of a folder, one process at a time; go on without it where a stopped process
+    holds it for ever.
+    """
+    from retrofit.utils.files import (
+        acquire,
+        release,
+    )  # fcntl is not on every platform that imports this module
 
     end = time.monotonic() + _PATIENCE
     while not (held := acquire(folder / "lock")) and time.monotonic() < end:
@@ -122,7 +154,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    """Return the library called `name` whose content is what its own name says; remove any that is damaged."""
+    """Return the library called `name` whose content is what its own name says; remove any that is
+    damaged.
+    """
     for file in folder.glob(f"{name}-*.so"):
         with contextlib.suppress(OSError):
             if file.stem == f"{name}-{_hash(file.read_bytes())}":
@@ -141,8 +175,10 @@ def _build(folder: Path, name: str, options: tuple[str, ...]) -> Path:
         built = aside / "kernels.so"
         _compile(aside, *compiler, *options, *map(str, _SOURCES[:-1]), "-o", str(built))
         built.chmod(0o700)
-        ctypes.CDLL(str(built))  # an OSError if that is no library, or none may be loaded from here
-        flush(built)  # so that the name stands for the whole content whatever happens
+        # an OSError if that is no library, or none may be loaded from here
+        ctypes.CDLL(str(built))
+        # so that the name stands for the whole content whatever happens
+        flush(built)
         return built.replace(folder / f"{name}-{_hash(built.read_bytes())}.so")
 
 
@@ -150,7 +186,10 @@ def _compiler() -> list[str]:
     """Return the command of CXX, which may have arguments, or of the first compiler there is."""
     named = os.environ.get("CXX", "")
     try:
-        command = shlex.split(named) or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
+        command = (
+            shlex.split(named)
+            or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
+        )
     except ValueError as error:
         raise UnavailableError(f"CXX={named} is not a command ({error})") from error
     if not command:
@@ -161,9 +200,17 @@ def _compiler() -> list[str]:
 
 
 def _compile(aside: Path, *command: str) -> None:
-    """Run a compiler whose temporary files go `aside`, in a session of its own so that its children end with it."""
-    environment, stdin, stderr = {**os.environ, "TMPDIR": str(aside)}, subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(command, stdin=stdin, stderr=stderr, env=environment, start_new_session=True) as process:
+    """Run a compiler whose temporary files go `aside`, in a session of its own so that its children
+    end with it.
+    """
+    environment, stdin, stderr = (
+        {**os.environ, "TMPDIR": str(aside)},
+        subprocess.DEVNULL,
+        subprocess.PIPE,
+    )
+    with subprocess.Popen(
+        command, stdin=stdin, stderr=stderr, env=environment, start_new_session=True
+    ) as process:
         try:
             _, output = process.communicate(timeout=_LIMIT)
         finally:
@@ -172,7 +219,9 @@ def _compile(aside: Path, *command: str) -> None:
     if process.returncode:
         message = output.decode(errors="replace").strip()
         _log.debug("%s said: %s", command[0], message)
-        raise UnavailableError(f"{command[0]} failed: {(message.splitlines() or ['no message'])[0][:200]}")
+        raise UnavailableError(
+            f"{command[0]} failed: {(message.splitlines() or ['no message'])[0][:200]}"
+        )
 
 
 def _hash(content: bytes) -> str:
@@ -190,7 +239,9 @@ class _COptions(ctypes.Structure):
     )
 
 
-def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
+def forward(
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
+) -> Tensor:
     """See `eager.forward`."""
     geometry = _geometry(x, options.dims, options.affine)
     if geometry is None:
@@ -212,7 +263,12 @@ def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 
 def backward(
-    grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor | None, stats: Tensor, options: KernelOptions
+    grad_x: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    options: KernelOptions,
 ) -> Tensor:
     """See `eager.backward`."""
     geometry = _geometry(x, options.dims, options.affine)
@@ -241,7 +297,9 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
 
 @cache
 def fault() -> str | None:
-    """Say why there are no kernels, or return None where there are; they are looked for and built once a process."""
+    """Say why there are no kernels, or return None where there are; they are looked for and built
+    once a process.
+    """
     try:
         library()
     except (OSError, UnavailableError) as error:
@@ -250,7 +308,9 @@ def fault() -> str | None:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of the library, whose numbers are int64 and float; tensors, structures and None are pointers."""
+    """Call a function of the library, whose numbers are int64 and float; tensors, structures and
+    None are pointers.
+    """
     getattr(library(), name)(*map(_converted, arguments))
 
 
@@ -275,14 +335,17 @@ def room(*shape: int) -> Tensor:
 
 
 def _over_ranks(stage: int, own: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    """Return what a stage of `forward` left over all ranks; `own`, (rows, sets), is over `count` values a set."""
+    """Return what a stage of `forward` left over all ranks; `own`, (rows, sets), is over `count`
+    values a set.
+    """
     if stage == 0:
         (mean,) = _average(own[:1], count, group)
         apart = own[0] - mean
         offset, power = _average(torch.stack([apart, own[1] + apart * apart]), count, group)
         return torch.stack([mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)])
     if stage == 1:
-        extremes = power_transform.widest(own[5], own[6], group)  # first, as `eager` does
+        # first, as `eager` does
+        extremes = power_transform.widest(own[5], own[6], group)
         return torch.stack([*_average(own[:5], count, group), *extremes])
     return _average(own, count, group)
 
@@ -292,11 +355,21 @@ def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
 
 
 def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
-    return geometry_of(tuple(x.shape), dims, affine, library().width(), True) if x.dtype in TYPES else None
+    return (
+        geometry_of(tuple(x.shape), dims, affine, library().width(), True)
+        if x.dtype in TYPES
+        else None
+    )
 
 
 def _options(x: Tensor, options: KernelOptions) -> _COptions:
-    own = _COptions(options.t.item(), options.eps, threads=threads(x), stage=_ALL, half=x.dtype == torch.bfloat16)
+    own = _COptions(
+        options.t.item(),
+        options.eps,
+        threads=threads(x),
+        stage=_ALL,
+        half=x.dtype == torch.bfloat16,
+    )
     if options.factor is not None and options.seed is not None:
         own.noise, own.factor = 1, options.factor.item()
         own.seed0, own.seed1 = (word % 2**32 for word in options.seed.tolist())

@@ -1,14 +1,17 @@
-"""Algorithm 1 of Eftekhari & Papyan (2025), the closed form of its backward, and its noise, in torch's operations.
+"""Algorithm 1 of Eftekhari & Papyan (2025), the closed form of its backward, and its noise, in
+torch's operations.
 
-`normalized` and `pulled_back` take a whole tensor: the one definition, which a compiler traces, and which normality.cpp
-and the Triton kernels mirror. `forward` and `backward` run them over blocks of whole sets that stay in the processor's
-cache. Sets are independent of each other, so a block goes through all of it before the next is touched: main memory is
-passed over once, and no intermediate is larger than a block. Nothing here is seen by autograd. Everything is computed
-in float32 (float64 for float64 input).
+`normalized` and `pulled_back` take a whole tensor: the one definition, which a compiler traces, and
+which normality.cpp and the Triton kernels mirror. `forward` and `backward` run them over blocks of
+whole sets that stay in the processor's cache. Sets are independent of each other, so a block goes
+through all of it before the next is touched: main memory is passed over once, and no intermediate
+is larger than a block. Nothing here is seen by autograd. Everything is computed in float32 (float64
+for float64 input).
 
-Noise is a function of position and seed, so that it needs no storing and no order. Element i of seed (s0, s1) is a hash
-of i, mapped through the normal quantile: whoever computes it, on whatever device and in whatever order, gets the same
-number (to the rounding of a logarithm). Tails reach 6.3 standard deviations.
+Noise is a function of position and seed, so that it needs no storing and no order. Element i of
+seed (s0, s1) is a hash of i, mapped through the normal quantile: whoever computes it, on whatever
+device and in whatever order, gets the same number (to the rounding of a logarithm). Tails reach 6.3
+standard deviations.
 """
 
 import math
@@ -19,16 +22,28 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers.power_transform import Reductions, StepGradient, first_step, lmbda_derivative, step_derivative
+from retrofit.layers.power_transform import (
+    Reductions,
+    StepGradient,
+    first_step,
+    lmbda_derivative,
+    step_derivative,
+)
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
-_BLOCK = 2**18  # elements: large enough for a call's overhead, small enough for the last-level cache
-_NEAR_ZERO = 1e-20  # stands for p = 0: expm1(p * l) / p is then l, to the bit
+_BLOCK = (
+    2**18
+)  # elements: large enough for a call's overhead, small enough for the last-level cache
+# stands for p = 0: expm1(p * l) / p is then l, to the bit
+_NEAR_ZERO = 1e-20
 
 FIELDS = 10
-"""Numbers kept of each set, stacked: mean, variance, 1 / std, lambda's step, its `StepGradient`, the noise's scale."""
+"""Numbers kept of each set, stacked: mean, variance, 1 / std, lambda's step, its `StepGradient`,
+the noise's scale.
+"""
 
-# Noise: |z| = (1 - v) * P(w) / Q(w), with v the two-sided tail probability and w = -log(v * (2 - v)); 1e-7 relative
+# Noise: |z| = (1 - v) * P(w) / Q(w), with v the two-sided tail probability and w = -log(v * (2 -
+# v)); 1e-7 relative
 NUMERATOR = (
     *(2.928853064076975e-05, 0.0009993967832997441, 0.011874854564666748),
     *(0.08982928842306137, 0.4523918926715851, 1.2533142566680908),
@@ -37,10 +52,13 @@ DENOMINATOR = (
     *(1.0084270343213575e-06, 0.00016978503845166415, 0.0022797624114900827),
     *(0.032670583575963974, 0.09915989637374878, 1.0),
 )
-# Shifts and multipliers of an integer finaliser with full avalanche ("triple32" of Wellons' hash-prospector)
+# Shifts and multipliers of an integer finaliser with full avalanche ("triple32" of Wellons'
+# hash-prospector)
 _ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 
-Noise = Callable[[Tensor], Tensor]  # the noise to add, of the input's shape, by the spread of each set
+Noise = Callable[
+    [Tensor], Tensor
+]  # the noise to add, of the input's shape, by the spread of each set
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -49,9 +67,17 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def normalized(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, t: Tensor, eps: float, noise: Noise | None, over: Reductions
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    t: Tensor,
+    eps: float,
+    noise: Noise | None,
+    over: Reductions,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result in `x`'s dtype and `FIELDS` numbers of each set; `weight` and `bias` broadcast to `x`."""
+    """Return the result in `x`'s dtype and `FIELDS` numbers of each set; `weight` and `bias`
+    broadcast to `x`.
+    """
     values = x.to(compute_dtype(x))
     mean, var = _mean_and_variance(values, over)
     rstd = torch.rsqrt(var + eps)
@@ -66,15 +92,24 @@ def normalized(
 
 
 def pulled_back(
-    grad: Tensor, x: Tensor, weight: Tensor | None, t: Tensor, stats: Tensor, noise: Noise | None, over: Reductions
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    t: Tensor,
+    stats: Tensor,
+    noise: Noise | None,
+    over: Reductions,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient with respect to `x`, in its dtype, and y with its noise, which gamma multiplied."""
+    """Return the gradient with respect to `x`, in its dtype, and y with its noise, which gamma
+    multiplied.
+    """
     values, grad = x.to(compute_dtype(x)), grad.to(compute_dtype(x))
     mean, _, rstd, step, *gradient, spread = stats.unbind()
     h = (values - mean) * rstd
     g = grad if weight is None else grad * weight.to(values.dtype)
     y, direct, to_lmbda, shift = pulls(g, h, t, step, StepGradient(*gradient))
-    # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three projections.
+    # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three
+    # projections.
     to_lmbda, d0, dh, s0, sh = over.means([to_lmbda, direct, direct * h, shift, shift * h])
     to_lmbda = t * to_lmbda
     pull = direct + to_lmbda * shift
@@ -85,7 +120,9 @@ def pulled_back(
 
 
 def gaussianized(h: Tensor, t: Tensor, over: Reductions) -> tuple[Tensor, Tensor, StepGradient]:
-    """Return psi of standardized values by t times their step, the step of each set, and its gradient."""
+    """Return psi of standardized values by t times their step, the step of each set, and its
+    gradient.
+    """
     log = torch.log1p(h.abs())
     step, gradient = first_step(h, over, log)
     return transform(h, log, t * step)[0], step, gradient
@@ -94,16 +131,26 @@ def gaussianized(h: Tensor, t: Tensor, over: Reductions) -> tuple[Tensor, Tensor
 def pulls(
     grad: Tensor, h: Tensor, t: Tensor, step: Tensor, gradient: StepGradient
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return psi, `grad` times its derivatives by h and by lambda, and the set's size times d step / d h."""
+    """Return psi, `grad` times its derivatives by h and by lambda, and the set's size times d step
+    / d h.
+    """
     a = h.abs()
     log, inverse = torch.log1p(a), 1 / (1 + a)
     y, u, growth = transform(h, log, t * step)
-    direct = grad * ((growth + 1) * inverse)  # psi' = exp(u) / (1 + a)
-    return y, direct, grad * lmbda_derivative(u, log, growth), step_derivative(h, a, log, inverse, gradient)
+    # psi' = exp(u) / (1 + a)
+    direct = grad * ((growth + 1) * inverse)
+    return (
+        y,
+        direct,
+        grad * lmbda_derivative(u, log, growth),
+        step_derivative(h, a, log, inverse, gradient),
+    )
 
 
 def by_constants(x: Tensor, constants: Tensor) -> Tensor:
-    """Return the affine of the transform of `x` by five numbers a set: mean, 1 / std, lambda - 1, gamma and beta."""
+    """Return the affine of the transform of `x` by five numbers a set: mean, 1 / std, lambda - 1,
+    gamma and beta.
+    """
     mean, rstd, change, gamma, beta = constants.unbind()
     h = (x.to(constants.dtype) - mean) * rstd
     y, _, _ = transform(h, torch.log1p(h.abs()), change)
@@ -111,7 +158,9 @@ def by_constants(x: Tensor, constants: Tensor) -> Tensor:
 
 
 def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance, the mean corrected once so that a large constant set has neither offset nor spread."""
+    """Mean and biased variance, the mean corrected once so that a large constant set has neither
+    offset nor spread.
+    """
     (mean,) = over.means([x])
     centred = x - mean
     offset, power = over.means([centred, centred * centred])
@@ -119,7 +168,9 @@ def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
 
 
 def transform(h: Tensor, log: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is log(1 + |h|)."""
+    """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is
+    log(1 + |h|).
+    """
     positive, negative = (torch.where(p == 0, _NEAR_ZERO, p) for p in (1 + change, 1 - change))
     below = h < 0
     u = log * torch.where(below, negative, positive)
@@ -135,9 +186,12 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return scaled if bias is None else scaled + bias.to(y.dtype)
 
 
-def normal(shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = None, first: int = 0) -> Tensor:
-    """Return standard normal float32 numbers of `shape` by a seed of two int32 words. An element's position (modulo
-    2^32) is `first` plus its indices times `strides`, those of a contiguous tensor if None.
+def normal(
+    shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = None, first: int = 0
+) -> Tensor:
+    """Return standard normal float32 numbers of `shape` by a seed of two int32 words. An element's
+    position (modulo 2^32) is `first` plus its indices times `strides`, those of a contiguous tensor
+    if None.
     """
     if strides is None:
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -151,41 +205,61 @@ def normal(shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = N
     v = (key & 0x7FFFFFFF).to(torch.float32) * 2.0**-31 + 2.0**-32
     w = -torch.log(v * (2 - v))
     numerator, denominator = torch.zeros_like(w), torch.zeros_like(w)
-    for p, q in zip(NUMERATOR, DENOMINATOR, strict=True):  # highest power first
+    # highest power first
+    for p, q in zip(NUMERATOR, DENOMINATOR, strict=True):
         numerator, denominator = numerator * w + p, denominator * w + q
     z = (1 - v) * numerator / denominator
     return torch.where(key < 0, -z, z)
 
 
 def _mix(key: Tensor, shift: int) -> Tensor:
-    return key ^ ((key >> shift) & ((1 << (32 - shift)) - 1))  # a logical shift
+    # a logical shift
+    return key ^ ((key >> shift) & ((1 << (32 - shift)) - 1))
 
 
 class KernelOptions(NamedTuple):
     """What the kernels take beside tensors in a layout's view."""
 
-    dims: tuple[int, ...]  # of a set
-    affine: tuple[int, ...]  # shape of gamma and beta; 1 where they broadcast
-    t: Tensor  # factor of lambda's step: strength times alpha, a 0-dim tensor of the computation's type
-    eps: float  # added to the variance
-    factor: Tensor | None = None  # of the noise: xi times strength, a 0-dim tensor; None for no noise
-    seed: Tensor | None = None  # of the noise, on the device of the tensors
-    group: ProcessGroup | None = None  # ranks that share the sets
+    # of a set
+    dims: tuple[int, ...]
+    # shape of gamma and beta; 1 where they broadcast
+    affine: tuple[int, ...]
+    # factor of lambda's step: strength times alpha, a 0-dim tensor of the computation's type
+    t: Tensor
+    # added to the variance
+    eps: float
+    factor: Tensor | None = (
+        # of the noise: xi times strength, a 0-dim tensor; None for no noise
+        None
+    )
+    # of the noise, on the device of the tensors
+    seed: Tensor | None = None
+    # ranks that share the sets
+    group: ProcessGroup | None = None
 
 
-def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
+def forward(
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
+) -> Tensor:
     """Fill `out` with the result; return `FIELDS` numbers of each set."""
     over, stats = Reductions(options.dims, options.group), []
     for block in blocks(x, options.dims, options.group is not None):
         affine = block.of(weight), block.of(bias)
-        part, kept = normalized(block(x), *affine, options.t, options.eps, block.noise(x, options), over)
+        part, kept = normalized(
+            block(x), *affine, options.t, options.eps, block.noise(x, options), over
+        )
         block(out).copy_(part)
         stats.append(kept)
     return torch.cat(stats, block.axis + 1)
 
 
 def backward(
-    grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor | None, stats: Tensor, options: KernelOptions
+    grad_x: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    options: KernelOptions,
 ) -> Tensor:
     """Fill `grad_x`; return the affine parameters' gradients, (2, *affine) and in float32 at least."""
     over = Reductions(options.dims, options.group)
@@ -202,7 +276,9 @@ def backward(
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
-    """Fill `out` with `by_constants` of five numbers a set, stacked: mean, 1 / std, lambda - 1, gamma and beta."""
+    """Fill `out` with `by_constants` of five numbers a set, stacked: mean, 1 / std, lambda - 1,
+    gamma and beta.
+    """
     for block in blocks(x, ()):
         block(out).copy_(by_constants(block(x), torch.stack([block.of(c) for c in constants])))
 
@@ -229,8 +305,9 @@ class _Block(NamedTuple):
 
 
 def blocks(x: Tensor, dims: tuple[int, ...], whole: bool = False) -> Iterator[_Block]:
-    """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set, counted from 0. One
-    block is the whole tensor if `whole`, on a GPU, which large operations keep busy, and for a compiler.
+    """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set,
+    counted from 0. One block is the whole tensor if `whole`, on a GPU, which large operations keep
+    busy, and for a compiler.
     """
     axis = next((d for d in range(x.ndim) if d not in dims), None)
     total = x.shape[axis or 0]

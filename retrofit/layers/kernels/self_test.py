@@ -1,8 +1,8 @@
 """Whether kernels are right on a device, tested before a network uses them there.
 
-They run on a few small tensors, in both memory formats, where a set has a program of its own and where programs share
-it, and are compared with the formulas on the same device. They run twice: the bits must repeat. What passed is
-remembered in the cache folder, by device, versions and source.
+They run on a few small tensors, in both memory formats, where a set has a program of its own and
+where programs share it, and are compared with the formulas on the same device. They run twice: the
+bits must repeat. What passed is remembered in the cache folder, by device, versions and source.
 """
 
 import contextlib
@@ -20,11 +20,17 @@ from retrofit.layers.kernels import cpp, eager
 from retrofit.layers.kernels.eager import KernelOptions
 
 _log = logging.getLogger(__name__)
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of a tensor's largest value
+TOLERANCES = {
+    torch.float32: 1e-4,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1e-2,
+}  # of a tensor's largest value
 
 
 class Case(NamedTuple):
-    """A tensor in a layout's view, the dimensions of its sets, and the shape of its affine parameters."""
+    """A tensor in a layout's view, the dimensions of its sets, and the shape of its affine
+    parameters.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +39,8 @@ class Case(NamedTuple):
     noise: bool = True
 
 
-CASES = (  # with sets longer than a tile, and last tiles that are not full
+# with sets longer than a tile, and last tiles that are not full
+CASES = (
     Case("channels, contiguous", (3, 5, 700), (0, 2), (1, 5, 1)),
     Case("channels, contiguous, without noise", (3, 5, 700), (0, 2), (1, 5, 1), noise=False),
     Case("channels, channels_last", (130, 21), (0,), (1, 21)),
@@ -58,7 +65,8 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
     for case in CASES:
         try:
             wrong = compare(kernels, case, device, dtype)
-        except Exception as error:  # whatever compiling or launching may raise
+        # whatever compiling or launching may raise
+        except Exception as error:
             wrong = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
         if wrong:
             return f"the {what} fail their self-test ({case.name}: {wrong})"
@@ -69,20 +77,29 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
 
 
 @torch.no_grad()
-def compare(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> str | None:
+def compare(
+    kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype
+) -> str | None:
     """Say which result differs from the formulas', or from run to run; return None if none does."""
     with torch.autocast(device.type, enabled=False):
-        expected, first, second = (_results(each, case, device, dtype) for each in (eager, kernels, kernels))
+        expected, first, second = (
+            _results(each, case, device, dtype) for each in (eager, kernels, kernels)
+        )
     for name, reference in expected.items():
-        error = ((first[name].float() - reference.float()).abs().max() / reference.abs().max().float()).item()
-        if not error <= TOLERANCES[dtype]:  # NaN is not
+        error = (
+            (first[name].float() - reference.float()).abs().max() / reference.abs().max().float()
+        ).item()
+        # NaN is not
+        if not error <= TOLERANCES[dtype]:
             return f"{name} is {error:.1e} of its scale off"
         if not torch.equal(first[name], second[name]):
             return f"{name} is not the same twice"
     return None
 
 
-def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def _results(
+    kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
     """Return what the kernels' three functions compute."""
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -96,7 +113,9 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
     t, factor = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.8, 0.5))
     options = KernelOptions(case.dims, case.affine, t, eps=1e-5)
     if case.noise:
-        options = options._replace(factor=factor, seed=torch.tensor([11, -7], dtype=torch.int32, device=device))
+        options = options._replace(
+            factor=factor, seed=torch.tensor([11, -7], dtype=torch.int32, device=device)
+        )
 
     out, grad_x, applied = (torch.empty_like(x) for _ in range(3))
     stats = kernels.forward(out, x, weight, bias, options)
@@ -104,7 +123,11 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
     results = {"the output": out, "the gradient of x": grad_x}
     results |= {"the gradient of gamma": grad_weight, "the gradient of beta": grad_bias}
     if all(case.affine[d] == 1 for d in case.dims):
-        mean, rstd, change = numbers(*case.affine) + 3, numbers(*case.affine).abs() + 0.1, numbers(*case.affine)
+        mean, rstd, change = (
+            numbers(*case.affine) + 3,
+            numbers(*case.affine).abs() + 0.1,
+            numbers(*case.affine),
+        )
         constants = torch.stack([mean, rstd, change, weight.cpu(), bias.cpu()]).to(device)
         kernels.apply(applied, x, case.dims, constants)
         results["the output by given statistics"] = applied
@@ -112,12 +135,17 @@ def _results(kernels: ModuleType, case: Case, device: torch.device, dtype: torch
 
 
 def _record(what: str) -> Path | None:
-    """Return the file that says that a test was passed, whether it is there or not; None where none can be kept."""
+    """Return the file that says that a test was passed, whether it is there or not; None where none
+    can be kept.
+    """
     try:
         folder = cpp.cache_folder()
     except OSError:
         return None
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    versions = torch.__version__, [one.version for one in importlib.metadata.distributions(name="triton")]
+    versions = (
+        torch.__version__,
+        [one.version for one in importlib.metadata.distributions(name="triton")],
+    )
     made_from = repr((what, versions, [file.read_text() for file in sources]))
     return folder / f"passed-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"

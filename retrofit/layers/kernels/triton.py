@@ -1,9 +1,11 @@
-"""The formulas as Triton kernels: for CUDA, and for Triton's interpreter on the CPU (TRITON_INTERPRET=1).
+"""The formulas as Triton kernels: for CUDA, and for Triton's interpreter on the CPU
+(TRITON_INTERPRET=1).
 
-A program works on one set, or on a block of neighbouring sets where these alternate in memory; a tile has elements of
-a set along its first axis and sets along its second. Where sets are few and large, several programs share one: each
-stage then leaves partial sums, which every program of the next stage adds up in the same order. No result depends on
-which program comes first. Offsets are 64-bit.
+A program works on one set, or on a block of neighbouring sets where these alternate in memory; a
+tile has elements of a set along its first axis and sets along its second. Where sets are few and
+large, several programs share one: each stage then leaves partial sums, which every program of the
+next stage adds up in the same order. No result depends on which program comes first. Offsets are
+64-bit.
 """
 
 from __future__ import annotations
@@ -23,17 +25,28 @@ from retrofit.layers.kernels.eager import DENOMINATOR, FIELDS, NUMERATOR, Kernel
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
 
-_ALL = -1  # stages in one launch
-_COLUMNS = 16  # neighbouring sets a program works on where they alternate in memory
-_TILE = 1024  # elements
+# stages in one launch
+_ALL = -1
+# neighbouring sets a program works on where they alternate in memory
+_COLUMNS = 16
+# elements
+_TILE = 1024
 _PROGRAMS_PER_PROCESSOR = 4
-_ROUNDS = 4  # tiles that a program goes through at least before a set is shared
+# tiles that a program goes through at least before a set is shared
+_ROUNDS = 4
 
-_LOG_STRETCH, _MIN_CURVATURE, _TINY = tl.constexpr(LOG_STRETCH), tl.constexpr(MIN_CURVATURE), tl.constexpr(TINY)
-# What is kept of each set, as `eager.FIELDS` has it: `_GRADIENT` is the first of five. Rows of the forward's partial
-# sums: `_MOMENTS` is the first of five; rows of the backward's: five sums, and the gradients of gamma and beta.
+_LOG_STRETCH, _MIN_CURVATURE, _TINY = (
+    tl.constexpr(LOG_STRETCH),
+    tl.constexpr(MIN_CURVATURE),
+    tl.constexpr(TINY),
+)
+# What is kept of each set, as `eager.FIELDS` has it: `_GRADIENT` is the first of five. Rows of the
+# forward's partial sums: `_MOMENTS` is the first of five; rows of the backward's: five sums, and
+# the gradients of gamma and beta.
 _MEAN, _RSTD, _STEP, _GRADIENT, _SPREAD = map(tl.constexpr, (0, 2, 3, 4, 9))
-_MEANS, _SQUARES, _MOMENTS, _LOW, _HIGH, _CENTRE, _DISTANCES = map(tl.constexpr, (0, 1, 2, 7, 8, 9, 10))
+_MEANS, _SQUARES, _MOMENTS, _LOW, _HIGH, _CENTRE, _DISTANCES = map(
+    tl.constexpr, (0, 1, 2, 7, 8, 9, 10)
+)
 _TO_WEIGHT, _TO_BIAS = tl.constexpr(5), tl.constexpr(6)
 _FORWARD_PARTS, _BACKWARD_PARTS = 11, 7
 
@@ -41,7 +54,13 @@ _FORWARD_PARTS, _BACKWARD_PARTS = 11, 7
 _NUMERATOR, _DENOMINATOR = tl.constexpr(NUMERATOR), tl.constexpr(DENOMINATOR)
 _SERIES = tl.constexpr((1 / 5760, 1 / 840, 1 / 144, 1 / 30, 1 / 8, 1 / 3, 1 / 2))
 _EXPM1 = tl.constexpr(
-    (0.0013882494531571865, 0.00836664717644453, 0.04166720435023308, 0.16666541993618011, 0.4999999701976776)
+    (
+        0.0013882494531571865,
+        0.00836664717644453,
+        0.04166720435023308,
+        0.16666541993618011,
+        0.4999999701976776,
+    )
 )
 _LOG1P = tl.constexpr(
     (0.05413185432553291, -0.12067317217588425, 0.14983916282653809, -0.1682281792163849)
@@ -61,7 +80,9 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr):
 @triton.jit
 def _log_of(k, m):
     """Log of 2^(k / 2^23) * (1 + m), as normality.cpp has it."""
-    return k.to(tl.float32) * (0.6931471805599453 / 8388608) + (_polynomial(m, _LOG1P) * (m * m) + m)
+    return k.to(tl.float32) * (0.6931471805599453 / 8388608) + (
+        _polynomial(m, _LOG1P) * (m * m) + m
+    )
 
 
 @triton.jit
@@ -89,7 +110,9 @@ def _normal(position, Seed):
     key = ((key ^ (key >> 11)) + tl.load(Seed + 1).to(tl.uint32, bitcast=True)) * 0xAC4C1B51
     key = (key ^ (key >> 15)) * 0x31848BAB
     key = key ^ (key >> 14)
-    v = (key & 0x7FFFFFFF).to(tl.int32, bitcast=True).to(tl.float32) * (1 / 2147483648) + (1 / 4294967296)
+    v = (key & 0x7FFFFFFF).to(tl.int32, bitcast=True).to(tl.float32) * (1 / 2147483648) + (
+        1 / 4294967296
+    )
     q = v * (2 - v)
     k = (q.to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
     w = -_log_of(k, q * (0x3F800000 - k).to(tl.float32, bitcast=True) - 1)
@@ -110,7 +133,9 @@ def _psi(h, change):
 
 
 class _Where(NamedTuple):
-    """Where the sets of a tensor lie, as `Geometry` has it, and how many elements of a set a program takes."""
+    """Where the sets of a tensor lie, as `Geometry` has it, and how many elements of a set a
+    program takes.
+    """
 
     outer_stride: Any
     inner: Any
@@ -126,8 +151,9 @@ class _Where(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """What `KernelOptions` holds beside shapes; `seed` and `factor` are None for no noise. Kernels take it as `given`:
-    `options` is a name of Triton's own in the launcher that it writes of a kernel's arguments.
+    """What `KernelOptions` holds beside shapes; `seed` and `factor` are None for no noise. Kernels
+    take it as `given`: `options` is a name of Triton's own in the launcher that it writes of a
+    kernel's arguments.
     """
 
     t: Any
@@ -139,12 +165,18 @@ class _Options(NamedTuple):
 class _Sets(NamedTuple):
     """What a program works on: its sets, a tile's columns, and its share of their elements."""
 
-    block: Any  # number of the block of neighbouring sets
-    lane: Any  # number of a set within the block
-    base: Any  # offset of a set's first element
-    column: Any  # a set's number in `Stats` and `Parts`
-    there: Any  # whether the lane holds a set at all
-    start: Any  # of the share; it ends before `stop`
+    # number of the block of neighbouring sets
+    block: Any
+    # number of a set within the block
+    lane: Any
+    # offset of a set's first element
+    base: Any
+    # a set's number in `Stats` and `Parts`
+    column: Any
+    # whether the lane holds a set at all
+    there: Any
+    # of the share; it ends before `stop`
+    start: Any
     stop: Any
     where: Any
 
@@ -158,12 +190,16 @@ def _sets(where, COLUMNS: tl.constexpr):
     column = task + lane if COLUMNS == 1 else o * where.length + i * where.inner_stride + lane
     there = lane == 0 if COLUMNS == 1 else i * where.inner_stride + lane < where.length
     start = tl.program_id(1) * where.share
-    return _Sets(i, lane, base, column, there, start, tl.minimum(start + where.share, where.elements), where)
+    return _Sets(
+        i, lane, base, column, there, start, tl.minimum(start + where.share, where.elements), where
+    )
 
 
 @triton.jit
 def _elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return of a tile from element `e` of the sets: offsets, which of them there are, and where in gamma and beta."""
+    """Return of a tile from element `e` of the sets: offsets, which of them there are, and where in
+    gamma and beta.
+    """
     where = at.where
     e += tl.arange(0, ROWS)[:, None]
     run = (e // where.length if COLUMNS == 1 else e).to(tl.int64)
@@ -187,7 +223,11 @@ def _statistic(Stats, FIELD: tl.constexpr, at):
 @triton.jit
 def _keep(Stats, FIELD: tl.constexpr, at, value):
     """Store one number of each set, by the first of the programs that share it."""
-    tl.store(Stats + FIELD * at.where.sets + at.column, value, mask=at.there & (at.column * 0 + tl.program_id(1) == 0))
+    tl.store(
+        Stats + FIELD * at.where.sets + at.column,
+        value,
+        mask=at.there & (at.column * 0 + tl.program_id(1) == 0),
+    )
 
 
 @triton.jit
@@ -198,7 +238,11 @@ def _part(Parts, row, s, at):
 
 @triton.jit
 def _leave(Parts, row, at, value):
-    tl.store(Parts + (row * tl.num_programs(1) + tl.program_id(1)) * at.where.sets + at.column, value, mask=at.there)
+    tl.store(
+        Parts + (row * tl.num_programs(1) + tl.program_id(1)) * at.where.sets + at.column,
+        value,
+        mask=at.there,
+    )
 
 
 @triton.jit
@@ -218,7 +262,11 @@ def _collect(Parts, row, at):
 
 @triton.jit
 def _collect_five(Parts, ROW: tl.constexpr, at):
-    first, second, third = _collect(Parts, ROW, at), _collect(Parts, ROW + 1, at), _collect(Parts, ROW + 2, at)
+    first, second, third = (
+        _collect(Parts, ROW, at),
+        _collect(Parts, ROW + 1, at),
+        _collect(Parts, ROW + 2, at),
+    )
     return first, second, third, _collect(Parts, ROW + 3, at), _collect(Parts, ROW + 4, at)
 
 
@@ -230,7 +278,9 @@ def _total(tile):
 
 @triton.jit
 def _own_mean(X, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return mean and sum of squared deviations of a program's share, as `eager.normalized` corrects them."""
+    """Return mean and sum of squared deviations of a program's share, as `eager.normalized`
+    corrects them.
+    """
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     total, offset_total, power = zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
@@ -265,7 +315,9 @@ def _whole_mean(Parts, at, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _own_moments(X, at, mean, rstd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return sums over a program's share of what `power_transform.first_step` takes means of, and its extremes."""
+    """Return sums over a program's share of what `power_transform.first_step` takes means of, and
+    its extremes.
+    """
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
     m1, m2, m3, m45, v, low, high = zero, zero, zero, zero, zero, zero, zero
     for e in range(at.start, at.stop, ROWS):
@@ -314,7 +366,13 @@ def _first_step(sums, low, high, elements):
     by_slope = tl.where(free, -1 / curvature, 0.0)
     by_bend = tl.where(free & (raw > _MIN_CURVATURE), slope / (curvature * curvature), 0.0)
     by_v = (-by_slope * ratio - by_bend * bend + 4 * by_bend * ratio * ratio) / v
-    return step, (-by_slope, (by_slope - 4 * by_bend * ratio) / v, -2 * by_bend * m3 / v, by_bend / v, by_v)
+    return step, (
+        -by_slope,
+        (by_slope - 4 * by_bend * ratio) / v,
+        -2 * by_bend * m3 / v,
+        by_bend / v,
+        by_v,
+    )
 
 
 @triton.jit
@@ -332,9 +390,21 @@ def _own_sum(X, at, mean, rstd, change, centre, ROWS: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _forward(
-    Out, X, Weight, Bias, Stats, Parts, given, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    Out,
+    X,
+    Weight,
+    Bias,
+    Stats,
+    Parts,
+    given,
+    STAGE: tl.constexpr,
+    where,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is all at once."""
+    """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is
+    all at once.
+    """
     at = _sets(where, COLUMNS)
     t, elements = tl.load(given.t), where.elements
 
@@ -402,10 +472,21 @@ def _forward(
 
 @triton.jit
 def _backward(
-    GradX, X, Grad, Weight, Stats, Parts, given, STAGE: tl.constexpr, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    GradX,
+    X,
+    Grad,
+    Weight,
+    Stats,
+    Parts,
+    given,
+    STAGE: tl.constexpr,
+    where,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Stage 0 leaves sums: of what `eager.pulled_back` takes means of (the gradient of lambda, and `direct` and
-    `shift`, plain and times h), of grad * y and of grad. Stage 1 writes; -1 does both at once.
+    """Stage 0 leaves sums: of what `eager.pulled_back` takes means of (the gradient of lambda, and
+    `direct` and `shift`, plain and times h), of grad * y and of grad. Stage 1 writes; -1 does both
+    at once.
     """
     at = _sets(where, COLUMNS)
     zero = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -420,7 +501,15 @@ def _backward(
     if STAGE <= 0:
         if given.seed is not None:
             amount = tl.load(given.factor) * _statistic(Stats, _SPREAD, at)
-        to_lmbda, direct, direct_h, shift, shift_h, to_weight, to_bias = zero, zero, zero, zero, zero, zero, zero
+        to_lmbda, direct, direct_h, shift, shift_h, to_weight, to_bias = (
+            zero,
+            zero,
+            zero,
+            zero,
+            zero,
+            zero,
+            zero,
+        )
         for e in range(at.start, at.stop, ROWS):
             offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
             grad = _values(Grad, offset, mask)
@@ -465,14 +554,18 @@ def _backward(
 
 @triton.jit
 def _pulls(h, log, growth, g, by):
-    """Return g * d psi / d h, and the set's size times d step / d h (`power_transform.step_derivative`)."""
+    """Return g * d psi / d h, and the set's size times d step / d h
+    (`power_transform.step_derivative`).
+    """
     a = tl.abs(h)
     inverse = 1 / (1 + a)
     a_log = a * log
     grown = log + a_log
     d = grown - a
     even = by.by_m45 * (grown * log - 2 * d + log * (a_log + 2 * d)) + by.by_m3 * log
-    moved = by.by_m1 * inverse + by.by_m2 * (d + a_log) + 2 * by.by_v * h + tl.where(h < 0, -even, even)
+    moved = (
+        by.by_m1 * inverse + by.by_m2 * (d + a_log) + 2 * by.by_v * h + tl.where(h < 0, -even, even)
+    )
     return g * ((growth + 1) * inverse), moved
 
 
@@ -481,17 +574,25 @@ def _lmbda_derivative(u, log, growth):
     """`power_transform.lmbda_derivative`, with a shorter series on a smaller radius."""
     small = tl.abs(u) < 0.3
     w = tl.where(small, 1.0, u)
-    return log * log * tl.where(small, _polynomial(u, _SERIES), ((growth + 1) * w - growth) / (w * w))
+    return (
+        log * log * tl.where(small, _polynomial(u, _SERIES), ((growth + 1) * w - growth) / (w * w))
+    )
 
 
 @triton.jit
-def _affine_gradients(Parts, X, Grad, Stats, given, numbering, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum grad * y and grad over what one affine parameter multiplies, where that is not one normalized set. An
-    element's set is (offset // set_outer) * set_count + offset // set_inner % set_count, of `normalized` many.
+def _affine_gradients(
+    Parts, X, Grad, Stats, given, numbering, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Sum grad * y and grad over what one affine parameter multiplies, where that is not one
+    normalized set. An element's set is (offset // set_outer) * set_count + offset // set_inner %
+    set_count, of `normalized` many.
     """
     at = _sets(where, COLUMNS)
     set_outer, set_inner, set_count, normalized = numbering
-    to_weight, to_bias = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    to_weight, to_bias = (
+        tl.zeros([ROWS, COLUMNS], tl.float32),
+        tl.zeros([ROWS, COLUMNS], tl.float32),
+    )
     for e in range(at.start, at.stop, ROWS):
         offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
         of = (offset // set_outer) * set_count + offset // set_inner % set_count
@@ -500,7 +601,9 @@ def _affine_gradients(Parts, X, Grad, Stats, given, numbering, where, ROWS: tl.c
         h = (_values(X, offset, mask) - mean) * rstd
         y, _, _, _ = _psi(h, tl.load(given.t) * _values(Stats + _STEP * normalized, of, mask))
         if given.seed is not None:
-            y += _normal(offset, given.seed) * (tl.load(given.factor) * _values(Stats + _SPREAD * normalized, of, mask))
+            y += _normal(offset, given.seed) * (
+                tl.load(given.factor) * _values(Stats + _SPREAD * normalized, of, mask)
+            )
         to_weight += grad * y
         to_bias += grad
     _leave(Parts, 0, at, _total(to_weight))
@@ -533,14 +636,18 @@ class _Launch:
         self.splits = triton.cdiv(elements, share)
         self.grid = (tasks, self.splits)
         strides = outer.stride, inner.size, inner.stride, runs.stride, lane.size
-        self.where = _Where(*strides, inner.affine, runs.affine, lane.affine, geometry.sets, elements, share)
+        self.where = _Where(
+            *strides, inner.affine, runs.affine, lane.affine, geometry.sets, elements, share
+        )
 
     def run(self, kernel: Any, *arguments: Any) -> None:
         kernel[self.grid](*arguments, self.where, self.rows, self.columns)
 
     def parts(self, fields: int, x: Tensor) -> Tensor:
         """Room for `fields` partial sums of each set."""
-        return torch.empty(fields, self.splits, self.where.sets, dtype=torch.float32, device=x.device)
+        return torch.empty(
+            fields, self.splits, self.where.sets, dtype=torch.float32, device=x.device
+        )
 
 
 def _programs(device: torch.device) -> int:
@@ -549,12 +656,17 @@ def _programs(device: torch.device) -> int:
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions) -> Tensor:
+def forward(
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
+) -> Tensor:
     """See `eager.forward`."""
     geometry = geometry_of(tuple(x.shape), options.dims, options.affine, _COLUMNS)
     if geometry is None:
         return eager.forward(out, x, weight, bias, options)
-    launch, given = _Launch(x, geometry), _Options(options.t, options.eps, options.factor, options.seed)
+    launch, given = (
+        _Launch(x, geometry),
+        _Options(options.t, options.eps, options.factor, options.seed),
+    )
     kept = (1 if d in options.dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
     pointers = out, x, weight, bias, stats, launch.parts(_FORWARD_PARTS, x)
@@ -565,28 +677,44 @@ def forward(out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 
 def backward(
-    grad_x: Tensor, x: Tensor, grad: Tensor, weight: Tensor | None, stats: Tensor, options: KernelOptions
+    grad_x: Tensor,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    options: KernelOptions,
 ) -> Tensor:
     """See `eager.backward`."""
     affine, dims = options.affine, options.dims
     geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
     if geometry is None:
         return eager.backward(grad_x, x, grad, weight, stats, options)
-    launch, given = _Launch(x, geometry), _Options(options.t, options.eps, options.factor, options.seed)
+    launch, given = (
+        _Launch(x, geometry),
+        _Options(options.t, options.eps, options.factor, options.seed),
+    )
     parts = launch.parts(_BACKWARD_PARTS, x)
     for stage in (0, 1) if launch.splits > 1 else (_ALL,):
         launch.run(_backward, grad_x, x, grad, weight, stats, parts, given, stage)
-    if all(affine[d] == 1 for d in dims):  # one parameter a set, or several sets
+    # one parameter a set, or several sets
+    if all(affine[d] == 1 for d in dims):
         sums = parts[_TO_WEIGHT.value :].sum(1).view(2, *stats.shape[1:])
         return sums.sum_to_size(2, *affine)
 
     # Another pass over the sets of elements that share a parameter
     runs = [(n == 1, size) for n, size in zip(affine, x.shape, strict=True)]
-    merged = [(summed, math.prod(n for _, n in run)) for summed, run in groupby(runs, key=itemgetter(0))]
-    shape, summed = tuple(n for _, n in merged), tuple(d for d, (over, _) in enumerate(merged) if over)
+    merged = [
+        (summed, math.prod(n for _, n in run)) for summed, run in groupby(runs, key=itemgetter(0))
+    ]
+    shape, summed = (
+        tuple(n for _, n in merged),
+        tuple(d for d, (over, _) in enumerate(merged) if over),
+    )
     of_parameters = geometry_of(shape, summed, (1,) * len(shape), _COLUMNS)
     if of_parameters is None:
-        raise AssertionError(f"no layer has affine parameters of shape {affine} on sets over {dims}")
+        raise AssertionError(
+            f"no layer has affine parameters of shape {affine} on sets over {dims}"
+        )
     launch = _Launch(x, of_parameters)
     shares = launch.parts(2, x)
     outer, inner = geometry.outer, geometry.lane if geometry.columns else geometry.inner

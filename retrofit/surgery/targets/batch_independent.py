@@ -1,8 +1,10 @@
-"""Targets gn, ln, gn-pn and ln-pn: BatchNorm to group normalization, and its activation to a proxy-normalized one.
+"""Targets gn, ln, gn-pn and ln-pn: BatchNorm to group normalization, and its activation to a
+proxy-normalized one.
 
-The running statistics are migrated and the strength starts at 0, where the network is the source in evaluation. With
-ProxyNorm, every activation that directly follows a converted layer is replaced at that call alone. A GroupNorm that the
-network has already stays as it is, and its activation becomes a proxy-normalized one.
+The running statistics are migrated and the strength starts at 0, where the network is the source in
+evaluation. With ProxyNorm, every activation that directly follows a converted layer is replaced at
+that call alone. A GroupNorm that the network has already stays as it is, and its activation becomes
+a proxy-normalized one.
 """
 
 from collections import defaultdict
@@ -22,15 +24,28 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.flow import Flow, Flows, reached
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.sites import Site, Sites
-from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm, weight_standardization
+from retrofit.layers import (
+    MigratedGroupNorm,
+    MigratedGroupNormAct,
+    ProxyNorm,
+    weight_standardization,
+)
 from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm, settled_eps
 from retrofit.surgery.families import NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
-from retrofit.surgery.planning import TARGETS, Converter, Decisions, activation_problem, adopt, group_count
+from retrofit.surgery.planning import (
+    TARGETS,
+    Converter,
+    Decisions,
+    activation_problem,
+    adopt,
+    group_count,
+)
 from retrofit.utils.running import evaluating, hooked, images_of, placement_of
 from retrofit.utils.text import plural, shortlist
 
-_GROUP_TOLERANCE = 0.08  # largest relative change of a layer's output that `most_groups` accepts
+# largest relative change of a layer's output that `most_groups` accepts
+_GROUP_TOLERANCE = 0.08
 _MOST_GROUPS = 32
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
 _STANDARDIZED: dict[type, Any] = {
@@ -45,22 +60,32 @@ class BatchIndependentConverter(Converter):
     changes_sets = True
 
     def __init__(self, groups: int, proxy: bool) -> None:
-        self.groups = groups  # the most that a layer gets unless the caller says otherwise
+        # the most that a layer gets unless the caller says otherwise
+        self.groups = groups
         self.takes_activations = proxy
         self.sources = frozenset({"bn", "frozen-bn", "gn"} if proxy else {"bn", "frozen-bn"})
 
-    def plan(self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions) -> Decisions:
+    def plan(
+        self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
+    ) -> Decisions:
         restore = options.pn_restore is not False
         if options.pn_restore is not None and not (self.takes_activations or options.ws):
             raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
-        given = next((name for name in ("groups", "group_channels") if getattr(options, name) is not None), None)
+        given = next(
+            (name for name in ("groups", "group_channels") if getattr(options, name) is not None),
+            None,
+        )
         if given and {layer.family for layer in layers} == {"gn"}:
-            raise UsageError(f"`{given}` means nothing to GroupNorm that is there, whose groups stay; leave it out")
+            raise UsageError(
+                f"`{given}` means nothing to GroupNorm that is there, whose groups stay; leave it out"
+            )
         measured: dict[str, tuple[int, str]] = {}
         if options.groups == "auto":
             if options.calibrate is None:
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
-            measured = most_groups(model, [layer for layer in layers if _migratable(layer)], options.calibrate)
+            measured = most_groups(
+                model, [layer for layer in layers if _migratable(layer)], options.calibrate
+            )
         sites = self.sites_of(model) if self.takes_activations else Sites([], [], {})
         rows = []
         for layer in layers:
@@ -73,16 +98,29 @@ class BatchIndependentConverter(Converter):
         if self.takes_activations:
             own = {"params": options.pn_params is not False, "restore": restore}
             edits = self.plan_activations(
-                model, sites, converted, "", lambda site: {**own, "scale": not site.last_before_pool}
+                model,
+                sites,
+                converted,
+                "",
+                lambda site: {**own, "scale": not site.last_before_pool},
             )
         if options.ws:
             edits += _plan_convolutions(model, converted, restore)
         return rows, edits, sites
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        cls = MigratedGroupNormAct if row.target == MigratedGroupNormAct.__name__ else MigratedGroupNorm
+        cls = (
+            MigratedGroupNormAct
+            if row.target == MigratedGroupNormAct.__name__
+            else MigratedGroupNorm
+        )
         groups, mean = row.options["num_groups"], module.running_mean
-        own = {"group_eps": row.options["eps"], "strength": 0.0, "device": device, "dtype": mean.dtype}
+        own = {
+            "group_eps": row.options["eps"],
+            "strength": 0.0,
+            "device": device,
+            "dtype": mean.dtype,
+        }
         new = adopt(cls(groups, mean.numel(), module.eps, **own), module)
         if (gain := group_gain(module.weight, groups)) is not None:
             new.gain = gain.to(mean.dtype)
@@ -90,18 +128,30 @@ class BatchIndependentConverter(Converter):
             new.register_parameter("bias", None)
         return new
 
-    def finish(self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]) -> Sequence[str]:
+    def finish(
+        self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]
+    ) -> Sequence[str]:
         added = 0
         for row in plan.edits:
             if row.status == "converted" and row.kind == "convolution":
-                replace_module(model, row.name, _standardized(model.get_submodule(row.name), **row.options))
+                replace_module(
+                    model, row.name, _standardized(model.get_submodule(row.name), **row.options)
+                )
             elif row.status == "converted":
                 site, norm = sites[row.norm, row.place], cast(Any, model.get_submodule(row.norm))
                 assert site.activation is not None
                 like = next(chain(norm.parameters(), norm.buffers()), None)
                 device, dtype = placement_of(model) if like is None else (like.device, like.dtype)
-                own = {**row.options, "norm": norm, "strength": 0.0, "device": device, "dtype": dtype}
-                proxied = ProxyNorm(site.activation.module, norm.num_channels, **own).train(norm.training)
+                own = {
+                    **row.options,
+                    "norm": norm,
+                    "strength": 0.0,
+                    "device": device,
+                    "dtype": dtype,
+                }
+                proxied = ProxyNorm(site.activation.module, norm.num_channels, **own).train(
+                    norm.training
+                )
                 replace_activation(model, site, proxied, "proxy")
                 added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
         convolutions = [row for row in plan.edits if row.kind == "convolution"]
@@ -118,21 +168,35 @@ class BatchIndependentConverter(Converter):
         """Decide a GroupNorm: it stays, and counts as converted where the activation behind it is."""
         groups = getattr(layer.layer, "num_groups", 0)
         if self.groups == 1 and groups != 1:
-            return layer.row("unsupported", f"its {groups} groups stay as they are; use `to='gn-pn'`")
-        own = [site for site in sites.sites if site.norm == layer.name and site.activation is not None]
+            return layer.row(
+                "unsupported", f"its {groups} groups stay as they are; use `to='gn-pn'`"
+            )
+        own = [
+            site for site in sites.sites if site.norm == layer.name and site.activation is not None
+        ]
         if all(activation_problem(model, site) for site in own):
-            return layer.row("kept", "GroupNorm already, with no activation behind it to proxy-normalize")
+            return layer.row(
+                "kept", "GroupNorm already, with no activation behind it to proxy-normalize"
+            )
         reason = f"GroupNorm already: its {plural(groups, 'group')} stay, its activation is proxy-normalized"
         return layer.row("converted", reason, layer.label)
 
     def _migrated(
-        self, layer: NormLayer, options: ConversionOptions, measured: Mapping[str, tuple[int, str]], sites: Sites
+        self,
+        layer: NormLayer,
+        options: ConversionOptions,
+        measured: Mapping[str, tuple[int, str]],
+        sites: Sites,
     ) -> LayerRow:
         """Decide a layer of any other family."""
         if layer.family not in ("bn", "frozen-bn"):
-            return layer.row("unsupported", f"{layer.family_name} has no statistics of the batch to migrate")
+            return layer.row(
+                "unsupported", f"{layer.family_name} has no statistics of the batch to migrate"
+            )
         if not _migratable(layer):
-            return layer.row("unsupported", "it tracks no running statistics, so there is nothing to migrate")
+            return layer.row(
+                "unsupported", "it tracks no running statistics, so there is nothing to migrate"
+            )
         module = layer.layer
         groups, reason = measured.get(layer.name) or group_count(
             layer.name, module.running_mean.numel(), options, self.groups
@@ -145,32 +209,47 @@ class BatchIndependentConverter(Converter):
         return layer.row("converted", reason, cls.__name__, **settled)
 
     def _drops_shift(self, layer: NormLayer, options: ConversionOptions, sites: Sites) -> bool:
-        """Whether the layer is the last of an EfficientNet block that is to be trained from scratch with ProxyNorm.
+        """Whether the layer is the last of an EfficientNet block that is to be trained from scratch
+        with ProxyNorm.
 
-        The paper keeps only the scale of that affine (appendix A.1); it can, at no change, while the shift is zero.
+        The paper keeps only the scale of that affine (appendix A.1); it can, at no change, while
+        the shift is zero.
         """
         bias = getattr(layer.layer, "bias", None)
-        if options.pn_params is False or options.pn_restore is not False or not isinstance(bias, Tensor):
+        if (
+            options.pn_params is False
+            or options.pn_restore is not False
+            or not isinstance(bias, Tensor)
+        ):
             return False
-        own = [site for site in sites.sites if site.norm == layer.name]  # none without ProxyNorm
+        # none without ProxyNorm
+        own = [site for site in sites.sites if site.norm == layer.name]
         last = any(site.activation is None and site.owner_type in _MBCONV for site in own)
         return last and not bias.is_meta and not bias.any()
 
 
 def _migratable(layer: NormLayer) -> bool:
-    return layer.family in ("bn", "frozen-bn") and getattr(layer.layer, "running_mean", None) is not None
+    return (
+        layer.family in ("bn", "frozen-bn")
+        and getattr(layer.layer, "running_mean", None) is not None
+    )
 
 
-def most_groups(model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[Any]) -> dict[str, tuple[int, str]]:
-    """Pick, for each BatchNorm, the most groups whose normalization keeps its output within `_GROUP_TOLERANCE`.
+def most_groups(
+    model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[Any]
+) -> dict[str, tuple[int, str]]:
+    """Pick, for each BatchNorm, the most groups whose normalization keeps its output within
+    `_GROUP_TOLERANCE`.
 
-    The change is that from the layer in evaluation to the migrated one at strength 1: root mean square over images,
-    positions and channels, relative to the output's own about beta. Returned are, by name, the number of groups (1 if
-    none keeps within the tolerance) and the change, in words. A RetrofitError says that a layer is never called.
+    The change is that from the layer in evaluation to the migrated one at strength 1: root mean
+    square over images, positions and channels, relative to the output's own about beta. Returned
+    are, by name, the number of groups (1 if none keeps within the tolerance) and the change, in
+    words. A RetrofitError says that a layer is never called.
     """
     changes: dict[str, dict[int, Tensor]] = {norm.name: {} for norm in norms}
     watched = hooked(
-        norm.module.register_forward_pre_hook(partial(_measure, norm.layer, changes[norm.name])) for norm in norms
+        norm.module.register_forward_pre_hook(partial(_measure, norm.layer, changes[norm.name]))
+        for norm in norms
     )
     with evaluating(model), watched:
         for batch in images_of(batches if norms else ()):
@@ -182,36 +261,50 @@ def most_groups(model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[
                 f"on the images of `calibrate` the model never calls {name}, so its groups cannot be picked; give more "
                 "images, or `groups` a number"
             )
-        relative = {n: float((change / power.clamp_min(1e-30)).sqrt()) for n, (change, power) in by_groups.items()}
+        relative = {
+            n: float((change / power.clamp_min(1e-30)).sqrt())
+            for n, (change, power) in by_groups.items()
+        }
         groups = max((n for n, error in relative.items() if error <= _GROUP_TOLERANCE), default=1)
-        picked[name] = groups, f"with {plural(groups, 'group')} its output changes by {relative[groups]:.0%}"
+        picked[name] = (
+            groups,
+            f"with {plural(groups, 'group')} its output changes by {relative[groups]:.0%}",
+        )
     return picked
 
 
 def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """Add to `changes[groups]`, (2,), the squared change and the power of the output, for every number of groups."""
+    """Add to `changes[groups]`, (2,), the squared change and the power of the output, for every
+    number of groups.
+    """
     (x,) = args
     statistics = norm.running_mean, norm.running_var
     kept = functional.batch_norm(x, *statistics, norm.weight, eps=norm.eps)
     for groups in (n for n in range(1, _MOST_GROUPS + 1) if x.shape[1] % n == 0):
         eps = settled_eps(norm.weight, norm.running_var, norm.eps, groups)
         gain = group_gain(norm.weight, groups)
-        new = migrated_group_norm(x, groups, *statistics, norm.weight, eps=eps, source_eps=norm.eps, gain=gain)
+        new = migrated_group_norm(
+            x, groups, *statistics, norm.weight, eps=eps, source_eps=norm.eps, gain=gain
+        )
         total = torch.stack([(new - kept).double().square().sum(), kept.double().square().sum()])
         changes[groups] = changes.get(groups, 0) + total
 
 
-def _plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: bool) -> list[EditRow]:
+def _plan_convolutions(
+    model: nn.Module, converted: AbstractSet[str], restore: bool
+) -> list[EditRow]:
     """Decide every convolution of a network: left if none of the norms of its block is `converted`.
 
-    All but those that work on pooled values, in squeeze-excites and classifiers, are standardized (Labatie et al. 2021,
-    appendix A.1). The last of a residual branch that goes into the sum without a norm, as in ResNets v2, gets a scale;
-    the reason of a converted one says why that is unknown. With `restore` the weights keep their mean and scale.
+    All but those that work on pooled values, in squeeze-excites and classifiers, are standardized
+    (Labatie et al. 2021, appendix A.1). The last of a residual branch that goes into the sum
+    without a norm, as in ResNets v2, gets a scale; the reason of a converted one says why that is
+    unknown. With `restore` the weights keep their mean and scale.
     """
     norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
     traced = Flows(model, lambda module: classify("", module) is not None)
     rows = []
-    passed = 0  # of the norms
+    # of the norms
+    passed = 0
     for name, module in model.named_modules():
         passed += name in norms
         if not isinstance(module, nn.modules.conv._ConvNd):
@@ -219,20 +312,29 @@ def _plan_convolutions(model: nn.Module, converted: AbstractSet[str], restore: b
         own = traced.calls[module]
         reason = _hindrance(module, own, module in traced.read)
         # where only the whole network holds any norm, the next one stands for the block's
-        if converted.isdisjoint(_norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]):
+        if converted.isdisjoint(
+            _norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]
+        ):
             reason = "the norms of its block are not converted"
         row = EditRow(name, type(module).__name__, "", "left", reason, kind="convolution")
         if not reason:
             ends = {_ends_block(flow, node) for flow, node in own}
             unknown = None in ends or len(ends) > 1
             reason = "no scale behind it: unknown whether it ends a block" if unknown else ""
-            row = replace(row, status="converted", reason=reason, options={"restore": restore, "scale": ends == {True}})
+            row = replace(
+                row,
+                status="converted",
+                reason=reason,
+                options={"restore": restore, "scale": ends == {True}},
+            )
         rows.append(row)
     return rows
 
 
 def _norms_around(name: str, norms: Sequence[str]) -> Sequence[str]:
-    """Return the norms of the smallest block that holds a layer and any norm; none if that is the whole network."""
+    """Return the norms of the smallest block that holds a layer and any norm; none if that is the
+    whole network.
+    """
     while name := name.rpartition(".")[0]:
         if inside := [norm for norm in norms if norm.startswith(f"{name}.")]:
             return inside
@@ -256,14 +358,18 @@ def _hindrance(conv: Any, calls: list[tuple[Flow, fx.Node]], is_read: bool) -> s
 
 
 def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
-    """Whether a convolution is the last of a residual branch and no norm follows it; None if that is unknown."""
+    """Whether a convolution is the last of a residual branch and no norm follows it; None if that
+    is unknown.
+    """
     users = flow.after(conv)
     steps = {flow.steps[user] for user in users}
     if len(users) == 1 and steps <= {"output", "call", "module"}:
         return None
     if len(users) != 1 or steps != {"addition"}:
         return False
-    branches = [reached(operand, lambda node: node.all_input_nodes) for operand in users[0].all_input_nodes]
+    branches = [
+        reached(operand, lambda node: node.all_input_nodes) for operand in users[0].all_input_nodes
+    ]
     own, *others = sorted(branches, key=lambda branch: conv not in branch)
     length, *lengths = (
         sum(flow.steps[node] == "convolution" for node in nodes)
@@ -276,11 +382,15 @@ def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
 def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
     """Return the weight-standardized twin of a convolution, around its tensors.
 
-    Without `restore`, a learned scale starts where the block keeps the size that the initialization gave it.
+    Without `restore`, a learned scale starts where the block keeps the size that the initialization
+    gave it.
     """
     sizes = conv.in_channels, conv.out_channels, conv.kernel_size
     placed = {"device": conv.weight.device, "dtype": conv.weight.dtype}
-    new = adopt(_STANDARDIZED[type(conv)](*sizes, groups=conv.groups, scale=scale, strength=0.0, **placed), conv)
+    new = adopt(
+        _STANDARDIZED[type(conv)](*sizes, groups=conv.groups, scale=scale, strength=0.0, **placed),
+        conv,
+    )
     if restore:
         new.seed_restore()
     else:
@@ -289,7 +399,9 @@ def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
 
 
 def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
-    """Say how many convolutions are standardized and have a scale, which are left and why, and what is unknown."""
+    """Say how many convolutions are standardized and have a scale, which are left and why, and what
+    is unknown.
+    """
     done = [row for row in rows if row.status == "converted"]
     scaled = sum(row.options["scale"] for row in done)
     by_reason: dict[str, list[str]] = defaultdict(list)
@@ -298,7 +410,10 @@ def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
     by_reason.pop("", None)
     return [
         f"{len(done)} of {len(rows)} convolutions are standardized, {scaled} of them with a scale that is learned",
-        *(f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})" for why, names in by_reason.items()),
+        *(
+            f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})"
+            for why, names in by_reason.items()
+        ),
     ]
 
 

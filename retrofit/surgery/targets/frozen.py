@@ -1,8 +1,9 @@
-"""Target frozen: BatchNorm to the constant affine map that its running statistics make of it, gamma and beta trained.
+"""Target frozen: BatchNorm to the constant affine map that its running statistics make of it, gamma
+and beta trained.
 
-The network is its source in evaluation, in training too, and stays batch-independent. There is one function, so there
-is no strength. Networks whose BatchNorm is frozen already, torchvision's detectors for one, get their gamma and beta
-back as parameters.
+The network is its source in evaluation, in training too, and stays batch-independent. There is one
+function, so there is no strength. Networks whose BatchNorm is frozen already, torchvision's
+detectors for one, get their gamma and beta back as parameters.
 """
 
 from typing import Any
@@ -25,11 +26,15 @@ class FrozenConverter(Converter):
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
         if layer.family not in self.sources:
-            return layer.row("unsupported", f"{layer.family_name} has no statistics of the batch to freeze")
+            return layer.row(
+                "unsupported", f"{layer.family_name} has no statistics of the batch to freeze"
+            )
         if isinstance(layer.layer, FrozenBatchNorm):
             return layer.row("kept", "already converted")
         if getattr(layer.layer, "running_mean", None) is None:
-            return layer.row("unsupported", "it tracks no running statistics, so there is nothing to freeze")
+            return layer.row(
+                "unsupported", "it tracks no running statistics, so there is nothing to freeze"
+            )
         cls = FrozenBatchNormAct if hasattr(layer.layer, "act") else FrozenBatchNorm
         return layer.row("converted", target=cls.__name__)
 

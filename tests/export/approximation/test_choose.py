@@ -1,4 +1,6 @@
-"""Approximations of whole networks: as little computation as the tolerance allows, where errors cost least."""
+"""Approximations of whole networks: as little computation as the tolerance allows, where errors
+cost least.
+"""
 
 import copy
 import math
@@ -30,15 +32,21 @@ def network(low: float, high: float, act: nn.Module) -> nn.Sequential:
 
 
 class Folded:  # a network folded with approximations
-    def __init__(self, model: nn.Module, images: list[Tensor], runtime: Any = "onnxruntime", **how: Any) -> None:
+    def __init__(
+        self, model: nn.Module, images: list[Tensor], runtime: Any = "onnxruntime", **how: Any
+    ) -> None:
         calls = [Call((batch,)) for batch in images]
         program = capture(model, calls[0])
         self.model, self.layers = program.module, program.layers
-        fits = choose(self.model, runtime, how.get("degree"), how.get("tolerance", 0.05), calls, calls)
+        fits = choose(
+            self.model, runtime, how.get("degree"), how.get("tolerance", 0.05), calls, calls
+        )
         self.judged = [answers(self.model, call, fits) for call in calls]
         self.fits = {layer_of(node): fit for node, fit in fits.items()}
         fold(program, fits)
-        self.degrees = [self.fits[name].size if name in self.fits else 9 for name in self.layers]  # 9: exact
+        self.degrees = [
+            self.fits[name].size if name in self.fits else 9 for name in self.layers
+        ]  # 9: exact
 
 
 @pytest.fixture
@@ -47,7 +55,9 @@ def images() -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("act", "runtime"), [(nn.ReLU(), "openvino"), (nn.ReLU6(), "onnxruntime"), (nn.SiLU(), "onnxruntime")], ids=str
+    ("act", "runtime"),
+    [(nn.ReLU(), "openvino"), (nn.ReLU6(), "onnxruntime"), (nn.SiLU(), "onnxruntime")],
+    ids=str,
 )
 def test_lowest_degree_within_tolerance(act: nn.Module, runtime: str, images: list[Tensor]) -> None:
     model, degrees = network(0.2, 1.8, act), []
@@ -57,7 +67,9 @@ def test_lowest_degree_within_tolerance(act: nn.Module, runtime: str, images: li
         assert (found - expected).abs().max() <= tolerance * expected.abs().max() * 1.01
         degrees.append(folded.degrees[0])
         if folded.layers["1"] in ("polynomial", "lines"):  # a polynomial includes a ReLU
-            has_activation = bool({"relu", "hardtanh", "silu"} & {node.name for node in folded.model.graph.nodes})
+            has_activation = bool(
+                {"relu", "hardtanh", "silu"} & {node.name for node in folded.model.graph.nodes}
+            )
             assert has_activation == (folded.layers["1"] == "lines" or isinstance(act, nn.SiLU))
     if runtime == "onnxruntime":
         assert degrees == sorted(degrees)
@@ -91,10 +103,15 @@ def test_a_layer_gets_what_its_errors_cost_the_network(images: list[Tensor]) -> 
 class TwoOutputs(nn.ModuleList):  # a large output, and a small one with scores that are ruled out
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         small = self[1](x)
-        return {"large": 1000 * self[0](x), "small": torch.cat([small, torch.full_like(small, -math.inf)], 1)}
+        return {
+            "large": 1000 * self[0](x),
+            "small": torch.cat([small, torch.full_like(small, -math.inf)], 1),
+        }
 
 
-def test_each_output_is_met_by_its_own_finite_scale_on_images_that_were_not_fitted(images: list[Tensor]) -> None:
+def test_each_output_is_met_by_its_own_finite_scale_on_images_that_were_not_fitted(
+    images: list[Tensor],
+) -> None:
     # The large output is almost linear, the small one bent
     model = TwoOutputs([network(0.999, 1.001, nn.ReLU()), network(-0.5, 2.5, nn.ReLU())]).eval()
     x, options = torch.cat(images), {"input_size": (4, 9, 9), "calibrate": images}
@@ -120,11 +137,15 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     options: Any = {"input_size": (4, 9, 9), "calibrate": images, "tolerance": 1.0}
     folded = retrofit.fold(model.eval(), freeze_lambda=True, **options)
     h = model[0](torch.cat(images)).detach().unflatten(1, (2, 4)).flatten(2)
-    lmbda = retrofit.layers.normality_norm.normality_norm(h[::2], None, None, dim=(2,), eps=1e-5)[1].lmbda
+    lmbda = retrofit.layers.normality_norm.normality_norm(h[::2], None, None, dim=(2,), eps=1e-5)[
+        1
+    ].lmbda
     h = (h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
     mean = 1 + 0.5 * 0.8 * float(lmbda.mean() - 1)
     expected = torch.from_numpy(yeojohnson(h.double().numpy().ravel(), mean)).view(len(h), 8, 7, 7)
-    torch.testing.assert_close(folded(torch.cat(images)), model[2](expected.float()).detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        folded(torch.cat(images)), model[2](expected.float()).detach(), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
@@ -142,30 +163,52 @@ def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
         ({"fold": "poly", "runtime": "tflite"}, "use onnxruntime or openvino"),
         *(({"fold": "poly", "degree": degree}, "use 2 to 8") for degree in (1, 9)),
         ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
-        ({"calibrate": [torch.zeros(2, 4, 8, 9)]}, r"of one size, \(N, 4, 9, 9\); got images of \(4, 8, 9\)$"),
-        ({"dynamic_size": True, "calibrate": [torch.zeros(1, 4, n, 9) for n in (8, 9)]}, r"8, 9\) and \(4, 9, 9\)$"),
+        (
+            {"calibrate": [torch.zeros(2, 4, 8, 9)]},
+            r"of one size, \(N, 4, 9, 9\); got images of \(4, 8, 9\)$",
+        ),
+        (
+            {"dynamic_size": True, "calibrate": [torch.zeros(1, 4, n, 9) for n in (8, 9)]},
+            r"8, 9\) and \(4, 9, 9\)$",
+        ),
         *(({"fold": "cubic"}, "use exact or poly"), ({"batch": 0}, "no number of samples")),
-        ({"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]}, "takes 4 `calibrate` images or more; got 3"),
+        (
+            {"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]},
+            "takes 4 `calibrate` images or more; got 3",
+        ),
         ({"tolerance": -1.0}, "more than 0, not -1.0; 0.0001 is usual"),
-        ({"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "is fitted and judged on `calibrate`"),
+        (
+            {"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]},
+            "is fitted and judged on `calibrate`",
+        ),
         ({"precision": "int4"}, "no precision 'int4'; use float32, float16, int8"),
         *(({"opset": opset}, "use 18 to 22") for opset in (17, 23)),
     ],
 )
 def test_arguments(options: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=complaint):
-        retrofit.export_onnx(network(0.4, 1.6, nn.ReLU()), tmp_path / "a.onnx", input_size=(4, 9, 9), **options)
+        retrofit.export_onnx(
+            network(0.4, 1.6, nn.ReLU()), tmp_path / "a.onnx", input_size=(4, 9, 9), **options
+        )
 
 
 def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[Candidate]:
-    fits = [Fit("", size, torch.ones(1), torch.zeros(1), [], False, e, e) for size, e in enumerate(errors, 1)]
-    found = [Candidate(fit, elements * fit.size / 60 * (fit.size > 1), harm * fit.rms_error**2) for fit in fits]
+    fits = [
+        Fit("", size, torch.ones(1), torch.zeros(1), [], False, e, e)
+        for size, e in enumerate(errors, 1)
+    ]
+    found = [
+        Candidate(fit, elements * fit.size / 60 * (fit.size > 1), harm * fit.rms_error**2)
+        for fit in fits
+    ]
     return [*found, Candidate(None, elements, 0.0)]
 
 
 def sizes(layers: list[list[Candidate]]) -> list[list[int | None]]:
     nodes = {Graph().placeholder("x"): layer for layer in layers}
-    return [[fits[node].size if node in fits else None for node in nodes] for fits in allocations(nodes)]
+    return [
+        [fits[node].size if node in fits else None for node in nodes] for fits in allocations(nodes)
+    ]
 
 
 def test_harm_and_size_decide_who_is_next() -> None:
@@ -175,24 +218,39 @@ def test_harm_and_size_decide_who_is_next() -> None:
     assert found[-1].count(None) == 2  # that all stay exact is no choice
     for error in (math.nan, math.inf):  # of which nothing can be taken off
         assert sizes([options([error, 0.1])]) == [[1]]
-    for errors, expected in (([0.0, 0.0], [1]), ([0.5, 0.3, 0.3], [1, 2]), ([0.5, 0.49, 0.1], [1, 3])):
+    for errors, expected in (
+        ([0.0, 0.0], [1]),
+        ([0.5, 0.3, 0.3], [1, 2]),
+        ([0.5, 0.49, 0.1], [1, 3]),
+    ):
         assert sizes([options(errors)]) == [[size] for size in expected]
 
 
-ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3).map(lambda values: sorted(values, reverse=True))
+ERRORS = st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3).map(
+    lambda values: sorted(values, reverse=True)
+)
 
 
-@given(st.lists(st.tuples(ERRORS, st.floats(0.01, 100), st.integers(1, 1000)), min_size=1, max_size=3))
-def test_error_falls_and_no_cheaper_choice_has_less(given_layers: list[tuple[list[float], float, int]]) -> None:
+@given(
+    st.lists(st.tuples(ERRORS, st.floats(0.01, 100), st.integers(1, 1000)), min_size=1, max_size=3)
+)
+def test_error_falls_and_no_cheaper_choice_has_less(
+    given_layers: list[tuple[list[float], float, int]],
+) -> None:
     layers = [options(*layer) for layer in given_layers]
 
     def total(choice: Iterable[Candidate]) -> tuple[float, float]:
         chosen = list(choice)
         return sum(option.error for option in chosen), sum(option.cost for option in chosen)
 
-    found = [total(layer[(size or 4) - 1] for layer, size in zip(layers, row, strict=True)) for row in sizes(layers)]
+    found = [
+        total(layer[(size or 4) - 1] for layer, size in zip(layers, row, strict=True))
+        for row in sizes(layers)
+    ]
     for (error, cost), (next_error, next_cost) in pairwise(found):
         assert next_error < error
         assert next_cost > cost
     for error, cost in map(total, product(*layers)):
-        assert not any(cost <= ours_cost and error < ours * (1 - 1e-9) - 1e-30 for ours, ours_cost in found)
+        assert not any(
+            cost <= ours_cost and error < ours * (1 - 1e-9) - 1e-30 for ours, ours_cost in found
+        )

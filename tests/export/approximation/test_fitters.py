@@ -12,7 +12,13 @@ from scipy.stats import norm, yeojohnson
 from torch import Tensor
 
 from retrofit.export.approximation import fit as fitting
-from retrofit.export.approximation.fit import LayerFunction, LineFitter, PolynomialFitter, WeightedSample, gaussian
+from retrofit.export.approximation.fit import (
+    LayerFunction,
+    LineFitter,
+    PolynomialFitter,
+    WeightedSample,
+    gaussian,
+)
 from retrofit.layers.constant_maps import ChannelMap
 
 INF = float("inf")
@@ -20,7 +26,9 @@ INF = float("inf")
 
 def channels(*lmbda: float, gamma: float = 1.0, beta: float = 0.1) -> ChannelMap:
     ones = torch.ones(len(lmbda), dtype=torch.float64)
-    return ChannelMap(ones, 0 * ones, torch.tensor(lmbda, dtype=torch.float64), gamma * ones, beta * ones)
+    return ChannelMap(
+        ones, 0 * ones, torch.tensor(lmbda, dtype=torch.float64), gamma * ones, beta * ones
+    )
 
 
 def plain(h: Tensor) -> WeightedSample:  # values that all count the same, and nothing beyond them
@@ -32,7 +40,10 @@ def rms(error: Tensor, data: WeightedSample) -> float:
 
 
 def truth(layer: ChannelMap, h: Tensor, high: float | None = None) -> Tensor:
-    rows = [torch.from_numpy(yeojohnson(row.numpy(), float(lmbda))) for row, lmbda in zip(h, layer.lmbda, strict=True)]
+    rows = [
+        torch.from_numpy(yeojohnson(row.numpy(), float(lmbda)))
+        for row, lmbda in zip(h, layer.lmbda, strict=True)
+    ]
     y = torch.stack(rows) * layer.gamma[:, None] + layer.beta[:, None]
     return y if high is None else y.clamp(0, high)
 
@@ -41,7 +52,12 @@ def truth(layer: ChannelMap, h: Tensor, high: float | None = None) -> Tensor:
 @pytest.mark.parametrize("beta", [-0.5, 0.7])
 @pytest.mark.parametrize(
     ("fitter", "size", "bound"),
-    [(PolynomialFitter, 2, 0.05), (PolynomialFitter, 6, 0.01), (LineFitter, 2, 0.1), (LineFitter, 8, 0.4 / 64)],
+    [
+        (PolynomialFitter, 2, 0.05),
+        (PolynomialFitter, 6, 0.01),
+        (LineFitter, 2, 0.1),
+        (LineFitter, 8, 0.4 / 64),
+    ],
 )
 def test_fit(fitter: Any, size: int, bound: float, beta: float, high: float | None) -> None:
     layer, data = channels(0.3, 0.7, 1.1, 1.6, beta=beta), gaussian(4)
@@ -49,7 +65,11 @@ def test_fit(fitter: Any, size: int, bound: float, beta: float, high: float | No
     fit, form = fitter(target).fit(size), "lines" if fitter is LineFitter else "polynomial"
     values = fit(data.h) if high is None or fit.has_activation else fit(data.h).clamp(0, high)
     error = (values - truth(layer, data.h, high)) / target.scale
-    assert (fit.form, fit.size, fit.has_activation) == (form, size, form == "polynomial" and high is not None)
+    assert (fit.form, fit.size, fit.has_activation) == (
+        form,
+        size,
+        form == "polynomial" and high is not None,
+    )
     assert fit.rms_error == pytest.approx(rms(error, data), rel=1e-6)
     assert fit.max_error == pytest.approx(float(error[:, : data.seen].abs().max()), rel=1e-6)
     assert fit.rms_error < bound
@@ -57,7 +77,9 @@ def test_fit(fitter: Any, size: int, bound: float, beta: float, high: float | No
 
 
 @pytest.mark.parametrize("high", [None, INF])
-def test_a_few_far_values_do_not_bend_the_rest(high: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_far_values_do_not_bend_the_rest(
+    high: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     h = torch.randn(8, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     h[:, :4] *= 20
     target = LayerFunction(channels(*[0.3] * 8), plain(h), high)
@@ -68,7 +90,9 @@ def test_a_few_far_values_do_not_bend_the_rest(high: float | None, monkeypatch: 
 
 def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     data = gaussian(8)
-    target = LayerFunction(channels(*[2.2] * 8, gamma=0.75, beta=5.5), plain(-data.h[:, : data.seen].exp()), INF)
+    target = LayerFunction(
+        channels(*[2.2] * 8, gamma=0.75, beta=5.5), plain(-data.h[:, : data.seen].exp()), INF
+    )
     near = PolynomialFitter(target).fit(6).rms_error
     monkeypatch.setattr(fitting, "_ROOM", 1e9)
     assert near < 0.5 * PolynomialFitter(target).fit(6).rms_error
@@ -77,9 +101,18 @@ def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("high", [None, INF, 6.0])
 @pytest.mark.parametrize(
     ("lmbda", "gamma", "beta"),
-    [(0.0, 1.0, 3.0), (2.0, 1.0, 3.0), (0.0, 1.0, -3.0), (0.5, 0.0, 1.0), (0.5, 0.0, 0.0), (0.5, 1e-3, 1.0)],
+    [
+        (0.0, 1.0, 3.0),
+        (2.0, 1.0, 3.0),
+        (0.0, 1.0, -3.0),
+        (0.5, 0.0, 1.0),
+        (0.5, 0.0, 0.0),
+        (0.5, 1e-3, 1.0),
+    ],
 )
-def test_channels_without_a_root_in_range(lmbda: float, gamma: float, beta: float, high: float | None) -> None:
+def test_channels_without_a_root_in_range(
+    lmbda: float, gamma: float, beta: float, high: float | None
+) -> None:
     layer, data = channels(*[lmbda] * 3, gamma=gamma, beta=beta), gaussian(3)
     expected = truth(layer, data.h, high)
     error = rms(PolynomialFitter(LayerFunction(layer, data, high)).fit(5)(data.h) - expected, data)
@@ -93,16 +126,23 @@ def test_no_other_two_or_three_lines_are_better(lmbda: float) -> None:
 
     def error(knots: np.ndarray) -> float:  # of the best function with given divisions
         a = np.stack([np.ones(len(x)), x, *(np.maximum(x - t, 0) for t in knots)], 1)
-        return float(np.sqrt(np.mean((a @ np.linalg.lstsq(a, expected, rcond=None)[0] - expected) ** 2)))
+        return float(
+            np.sqrt(np.mean((a @ np.linalg.lstsq(a, expected, rcond=None)[0] - expected) ** 2))
+        )
 
     for divisions in (1, 2):
-        starts = [np.array(start[:divisions]) for start in ((-1.0, 1.0), (0.0, 1.5), (-2.0, 0.0), (1.0, 2.0))]
+        starts = [
+            np.array(start[:divisions])
+            for start in ((-1.0, 1.0), (0.0, 1.5), (-2.0, 0.0), (1.0, 2.0))
+        ]
         best = min(minimize(error, start, method="Nelder-Mead").fun for start in starts)
         fit = LineFitter(LayerFunction(layer, plain(h), None)).fit(divisions + 1)
         assert float((fit(h)[0] - torch.from_numpy(expected)).square().mean().sqrt()) < 1.05 * best
 
 
-@example(lmbda=-1.0, gamma=1.0, beta=-1.0, spread=15.0, high=6.0, size=8)  # never above 0, from -37,000 to -0.02
+@example(
+    lmbda=-1.0, gamma=1.0, beta=-1.0, spread=15.0, high=6.0, size=8
+)  # never above 0, from -37,000 to -0.02
 @given(
     *(st.floats(-3, 4), st.floats(1e-3, 3), st.floats(-8, 8), st.floats(0.05, 20)),
     *(st.sampled_from([None, 6.0, INF]), st.integers(2, 8)),
@@ -110,20 +150,29 @@ def test_no_other_two_or_three_lines_are_better(lmbda: float) -> None:
 def test_lines_are_monotone_and_near_whatever_the_channel(
     lmbda: float, gamma: float, beta: float, spread: float, high: float | None, size: int
 ) -> None:
-    h = spread * torch.randn(2, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    h = spread * torch.randn(
+        2, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     target = LayerFunction(channels(lmbda, 1.0, gamma=gamma, beta=beta), plain(h), high)
     fit = LineFitter(target).fit(size)
-    wide = torch.linspace(float(h.min()) - 5, float(h.max()) + 5, 300, dtype=torch.float64).expand(2, -1)
+    wide = torch.linspace(float(h.min()) - 5, float(h.max()) + 5, 300, dtype=torch.float64).expand(
+        2, -1
+    )
     assert fit(wide).isfinite().all()
     assert (fit(wide).diff(dim=1) >= -1e-5 * fit(wide).abs().max()).all()
-    error, flat = ((target.limited(one(h)) - target.values).square().mean(1).sqrt() for one in (fit, target.affine()))
+    error, flat = (
+        (target.limited(one(h)) - target.values).square().mean(1).sqrt()
+        for one in (fit, target.affine())
+    )
     assert error[0] <= 1.1 * flat[0] + 1e-4 * target.values.abs().max()
     assert error[1] <= 1e-4 * (1 + wide.abs().max() * gamma)
 
 
 @pytest.mark.parametrize("high", [None, INF, 6.0])
 @pytest.mark.parametrize(("gamma", "beta"), [(0.0, 1.0), (0.5, -9.0), (0.5, 20.0)])
-def test_lines_of_channels_that_are_constant_behind_the_relu(gamma: float, beta: float, high: float | None) -> None:
+def test_lines_of_channels_that_are_constant_behind_the_relu(
+    gamma: float, beta: float, high: float | None
+) -> None:
     target = LayerFunction(channels(0.5, gamma=gamma, beta=beta), gaussian(1), high)
     error = target.limited(LineFitter(target).fit(4)(target.h)) - target.values
     assert error[:, : target.data.seen].abs().max() < 0.15
@@ -147,17 +196,26 @@ def observed(batches: list[Tensor]) -> WeightedSample:
 
 @pytest.mark.parametrize("shape", [(32, 3, 20, 20), (32, 3, 2, 2), (64, 3)])
 def test_moments_and_extremes_of_what_was_seen(shape: tuple[int, ...]) -> None:
-    batches = [torch.rand(shape) * torch.tensor([1.0, 2.0, 5.0]).view(3, *[1] * (len(shape) - 2)) for _ in range(4)]
+    batches = [
+        torch.rand(shape) * torch.tensor([1.0, 2.0, 5.0]).view(3, *[1] * (len(shape) - 2))
+        for _ in range(4)
+    ]
     data = observed(batches)
     everything = torch.cat([batch.movedim(1, 0).flatten(1) for batch in batches], 1).double()
     seen, weight = data.h[:, : data.seen], data.weight[: data.seen]
     assert all(map(torch.equal, seen.aminmax(dim=1), everything.aminmax(dim=1)))
-    assert ((seen @ weight / weight.sum() - everything.mean(1)).abs() < 0.1 * everything.std(1)).all()
+    assert (
+        (seen @ weight / weight.sum() - everything.mean(1)).abs() < 0.1 * everything.std(1)
+    ).all()
 
 
 def test_values_count_for_their_share() -> None:
-    data = observed([torch.zeros(1, 2, 16, 16), torch.ones(3, 2, 16, 16), torch.full((60, 2, 16, 16), 2.0)])
-    shares = [float(data.weight[data.h[0] == value].sum() / data.weight.sum()) for value in (0, 1, 2)]
+    data = observed(
+        [torch.zeros(1, 2, 16, 16), torch.ones(3, 2, 16, 16), torch.full((60, 2, 16, 16), 2.0)]
+    )
+    shares = [
+        float(data.weight[data.h[0] == value].sum() / data.weight.sum()) for value in (0, 1, 2)
+    ]
     assert shares == pytest.approx([1 / 64, 3 / 64, 60 / 64], abs=0.02)
     x = torch.randn(8, 1, 100, 100, generator=torch.Generator().manual_seed(0))
     x.view(-1)[0] = 1000.0
@@ -166,13 +224,17 @@ def test_values_count_for_their_share() -> None:
 
 
 def test_as_much_lies_beyond_as_new_values_will() -> None:
-    h = -torch.rand(1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log()  # exponential
+    h = -torch.rand(
+        1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).log()  # exponential
     data = fitting.with_tails(h, torch.full((4000,), 1 / 4000, dtype=torch.float64), 4000, 40)
     beyond = data.h[:, data.seen :]
     above, below = beyond > h.max(), beyond < h.min()
     assert above.sum() == below.sum() == beyond.shape[1] / 2
     assert float(data.weight[data.seen :].sum()) == pytest.approx(2 / 4000)
-    assert 1.0 < float(beyond[above].mean() - h.max()) < 3.0  # 1 for an exponential, twice that to be safe
+    assert (
+        1.0 < float(beyond[above].mean() - h.max()) < 3.0
+    )  # 1 for an exponential, twice that to be safe
     assert float(h.min() - beyond[below].mean()) < 0.1
     constant = observed([torch.full((4, 2, 5, 5), 3.0)])
     assert torch.equal(constant.h, torch.full_like(constant.h, 3.0))
@@ -181,4 +243,6 @@ def test_as_much_lies_beyond_as_new_values_will() -> None:
 def test_gaussian_quantiles() -> None:
     data = gaussian(3)
     seen, weight = data.h[0, : data.seen], data.weight[: data.seen]
-    torch.testing.assert_close(weight.cumsum(0), torch.from_numpy(norm.cdf(seen)), atol=2e-3, rtol=0)
+    torch.testing.assert_close(
+        weight.cumsum(0), torch.from_numpy(norm.cdf(seen)), atol=2e-3, rtol=0
+    )

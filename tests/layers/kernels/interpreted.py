@@ -1,4 +1,6 @@
-"""The Triton kernels in Triton's interpreter, which takes about a second a program; `test_triton.py` runs this file."""
+"""The Triton kernels in Triton's interpreter, which takes about a second a program;
+`test_triton.py` runs this file.
+"""
 
 import re
 from pathlib import Path
@@ -26,7 +28,12 @@ TINY = (  # with tiles of 4 elements, 3 programs share a channel
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {"_programs": lambda device: 6, "_COLUMNS": 4, "_TILE": 4, "_ROUNDS": 1}.items():
+    for name, value in {
+        "_programs": lambda device: 6,
+        "_COLUMNS": 4,
+        "_TILE": 4,
+        "_ROUNDS": 1,
+    }.items():
         monkeypatch.setattr(ours, name, value)
     monkeypatch.setattr(self_test, "CASES", TINY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # as on a machine where nothing was tested
@@ -54,12 +61,24 @@ intact = ours._elements
     [
         ("_elements", intact, torch.float32, "^None$"),
         ("_elements", intact, torch.bfloat16, "^None$"),
-        ("_collect", collect, torch.float32, r"triton kernels for float32 on .* fail .* is .* of its scale off"),
-        ("_elements", elements, torch.float32, r"fail their self-test .* the output is .* of its scale off"),
+        (
+            "_collect",
+            collect,
+            torch.float32,
+            r"triton kernels for float32 on .* fail .* is .* of its scale off",
+        ),
+        (
+            "_elements",
+            elements,
+            torch.float32,
+            r"fail their self-test .* the output is .* of its scale off",
+        ),
     ],
     ids=["right", "right in half", "programs that share a set", "the end of a set"],
 )
-def test_interpreted(name: str, broken: Any, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreted(
+    name: str, broken: Any, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ours, name, broken)
     assert re.search(message, str(self_test.fault(ours, CPU, dtype)))
 

@@ -1,4 +1,6 @@
-"""Every kernel choice against the paper's algorithm in float64, left to autograd, and against each other."""
+"""Every kernel choice against the paper's algorithm in float64, left to autograd, and against each
+other.
+"""
 
 import os
 from pathlib import Path
@@ -16,7 +18,9 @@ from tests import oracles as oracle
 from tests.layers.cases import EPS, MARKS, on
 
 
-class Sets(NamedTuple):  # a tensor, the dimensions of its normalized sets, and the shape of its affine parameters
+class Sets(
+    NamedTuple
+):  # a tensor, the dimensions of its normalized sets, and the shape of its affine parameters
     shape: tuple[int, ...]
     dim: tuple[int, ...]
     affine: tuple[int, ...]
@@ -26,14 +30,18 @@ class Sets(NamedTuple):  # a tensor, the dimensions of its normalized sets, and 
     def kept(self) -> tuple[int, ...]:  # one number a set
         return tuple(1 if d in self.dim else n for d, n in enumerate(self.shape))
 
-    def input(self, dtype: torch.dtype) -> Tensor:  # skewed and away from zero, so that lambda is far from 1
+    def input(
+        self, dtype: torch.dtype
+    ) -> Tensor:  # skewed and away from zero, so that lambda is far from 1
         x = numbers(self.shape, seed=2).mul(0.6).exp().add(2).to(dtype)
         if self.channels_last:  # also where the channels are split into groups, dimensions 1 and 2
             order = (0, *range(x.ndim - 2, x.ndim), *range(1, x.ndim - 2))
             x = x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
         return x
 
-    def given(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # gamma, beta, and the gradient of the output
+    def given(
+        self, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:  # gamma, beta, and the gradient of the output
         weight, bias = numbers((2, *self.affine), seed=3).float()
         return weight, bias, numbers(self.shape, seed=4).to(dtype)
 
@@ -56,7 +64,10 @@ SETS = {  # of every kind that geometry_of tells apart
 }
 # And more columns than a thread takes at once, and too long for what it keeps aside
 OF_CPP = {**SETS, "many columns": Sets((2, 133, 47, 37), (0, 2, 3), (1, 133, 1, 1), True)}
-FEW = {name: SETS[name] for name in ("batch", "batch channels last wide", "layer", "group channels last", "instance")}
+FEW = {
+    name: SETS[name]
+    for name in ("batch", "batch channels last wide", "layer", "group channels last", "instance")
+}
 """Stretches and columns, whole vectors and parts, affine parameters of a set and within one."""
 ON_FEW = pytest.mark.parametrize("sets", FEW.values(), ids=FEW)
 CPP = on("cpp", ids=["compiled"])
@@ -78,11 +89,17 @@ def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def device() -> str:  # Triton's kernels run on the GPU, or in their interpreter on the CPU
-    return "cuda" if os.environ.get(VARIABLE) == "triton" and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
+    return (
+        "cuda"
+        if os.environ.get(VARIABLE) == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
+        else "cpu"
+    )
 
 
 def leaves_of(x: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    return {name: leaf.requires_grad_() for name, leaf in (("x", x), ("weight", weight), ("bias", bias))}
+    return {
+        name: leaf.requires_grad_() for name, leaf in (("x", x), ("weight", weight), ("bias", bias))
+    }
 
 
 def pulled(out: Tensor, grad: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -97,7 +114,9 @@ def run(
     weight, bias, grad = sets.given(dtype)
     leaves = leaves_of(sets.input(dtype), weight, bias)
     torch.manual_seed(5)
-    out, statistics = normality_norm(*leaves.values(), dim=sets.dim, eps=EPS, strength=0.8, noise=noise, group=group)
+    out, statistics = normality_norm(
+        *leaves.values(), dim=sets.dim, eps=EPS, strength=0.8, noise=noise, group=group
+    )
     return pulled(out, grad, leaves), statistics
 
 
@@ -113,7 +132,9 @@ def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], out: float, g
     for name, reference in wanted.items():
         scale = reference.abs().max().clamp_min(1.0 if name == "out" else 0.0).item()
         difference = (got[name].double() - reference).abs().max().item()
-        assert difference <= (out if name == "out" else grad) * scale, f"{name}: {difference / scale:.1e}"
+        assert difference <= (out if name == "out" else grad) * scale, (
+            f"{name}: {difference / scale:.1e}"
+        )
 
 
 @each(eager=FEW, cpp=OF_CPP, triton=SETS)
@@ -124,7 +145,9 @@ def assert_near(got: dict[str, Tensor], wanted: dict[str, Tensor], out: float, g
         *((torch.float32, 1e-5, 1e-4), (torch.float64, 1e-6, 1e-5)),
     ],
 )
-def test_the_paper(sets: Sets, dtype: torch.dtype, out: float, grad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_paper(
+    sets: Sets, dtype: torch.dtype, out: float, grad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if dtype in cpp.TYPES:
         monkeypatch.setattr(cpp, "eager", None)  # which compiled kernels hand nothing to in silence
     got, statistics = run(sets, dtype)
@@ -148,16 +171,25 @@ def test_noise_is_brought_back_in_gammas_gradient_and_changes_no_other(sets: Set
         out, _ = normality_norm(x, weight, None, dim=sets.dim, eps=EPS, noise=noise)
         g = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out)
         out.backward(g)
-        torch.testing.assert_close(weight.grad, (g * out.detach()).sum_to_size(sets.affine), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            weight.grad, (g * out.detach()).sum_to_size(sets.affine), rtol=1e-4, atol=1e-4
+        )
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
 
 
-@each(**{kernels: {name: sets for name, sets in SETS.items() if sets.affine == sets.kept} for kernels in MARKS})
+@each(
+    **{
+        kernels: {name: sets for name, sets in SETS.items() if sets.affine == sets.kept}
+        for kernels in MARKS
+    }
+)
 def test_given_statistics(sets: Sets) -> None:
     x, (weight, bias, _) = sets.input(torch.float32), sets.given(torch.float32)
     ends = (1, 3), (0.5, 2), (-0.9, 2.9)  # mean, variance, lambda
-    given = [torch.linspace(*pair, weight.numel(), device=x.device).view(sets.kept) for pair in ends]
+    given = [
+        torch.linspace(*pair, weight.numel(), device=x.device).view(sets.kept) for pair in ends
+    ]
     with torch.no_grad():
         got = apply_statistics(x, *given, weight, bias, EPS)
     mean, var, lam, w, b = (s.double() for s in (*given, weight, bias))
@@ -169,12 +201,20 @@ def test_given_statistics(sets: Sets) -> None:
 @pytest.mark.parametrize("centre", [0.0, 2.0])
 def test_given_lambda_at_and_beside_its_singular_points(centre: float) -> None:
     offsets = [0.0, 1e-9, -1e-9, 1e-7, -1e-7, 1e-5, -1e-5, 2e-4, -2e-4, 4.9e-4, -4.9e-4, 6e-4]
-    lmbda = torch.tensor([centre + offset for offset in offsets], dtype=torch.float32, device=device())
+    lmbda = torch.tensor(
+        [centre + offset for offset in offsets], dtype=torch.float32, device=device()
+    )
     h = torch.linspace(-6, 9, 41, device=device()).view(-1, 1).expand(41, len(offsets)).contiguous()
     zero = torch.zeros_like(lmbda)
-    got = apply_statistics(h, *(value.view(1, -1) for value in (zero, zero + 1, lmbda)), None, None, 0.0)
-    columns = [oracle.psi(h[:, i].double().cpu().numpy(), value) for i, value in enumerate(lmbda.tolist())]
-    torch.testing.assert_close(got.cpu().double(), torch.tensor(np.stack(columns, 1)), rtol=2e-6, atol=1e-6)
+    got = apply_statistics(
+        h, *(value.view(1, -1) for value in (zero, zero + 1, lmbda)), None, None, 0.0
+    )
+    columns = [
+        oracle.psi(h[:, i].double().cpu().numpy(), value) for i, value in enumerate(lmbda.tolist())
+    ]
+    torch.testing.assert_close(
+        got.cpu().double(), torch.tensor(np.stack(columns, 1)), rtol=2e-6, atol=1e-6
+    )
 
 
 @on(*MARKS)
@@ -189,24 +229,35 @@ def test_estimated_lambda_beside_its_singular_points(lmbda: float) -> None:
     out, _ = normality_norm(leaf, None, None, dim=(0, 1), eps=EPS, strength=t)
     wanted = oracle.normality_norm(exact_leaf, None, None, (0, 1), EPS, t)
     for each in (out, wanted):
-        each.backward(torch.linspace(-1, 2, x.numel(), dtype=each.dtype, device=each.device).view_as(each))
+        each.backward(
+            torch.linspace(-1, 2, x.numel(), dtype=each.dtype, device=each.device).view_as(each)
+        )
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(leaf.grad.cpu().double(), exact_leaf.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sets", OF_CPP.values(), ids=OF_CPP)
 @pytest.mark.compiler
-def test_the_noise_is_the_same_whichever_kernels_run(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_noise_is_the_same_whichever_kernels_run(
+    sets: Sets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for kernels in ("eager", "cpp"):
         monkeypatch.setenv(VARIABLE, kernels)
         results.append(run(sets, torch.float32, noise=0.5)[0])
-    assert_near(results[1], {name: value.double() for name, value in results[0].items()}, out=1e-4, grad=1e-4)
+    assert_near(
+        results[1],
+        {name: value.double() for name, value in results[0].items()},
+        out=1e-4,
+        grad=1e-4,
+    )
 
 
 @CPP
 @ON_FEW
-def test_results_repeat_to_the_bit_with_any_number_of_threads(sets: Sets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_repeat_to_the_bit_with_any_number_of_threads(
+    sets: Sets, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpp, "_SINGLE_THREADED", 0)
     torch.set_num_threads(2)
     first, second = (run(sets, torch.float32)[0] for _ in range(2))
@@ -216,8 +267,12 @@ def test_results_repeat_to_the_bit_with_any_number_of_threads(sets: Sets, monkey
 
 
 @CPP
-@pytest.mark.parametrize("sets", [SETS[name] for name in ("batch", "batch channels last wide", "group channels last")])
-@pytest.mark.parametrize("values", [(1e4,), (-torch.inf,), (torch.inf, -torch.inf), (torch.nan,)], ids=str)
+@pytest.mark.parametrize(
+    "sets", [SETS[name] for name in ("batch", "batch channels last wide", "group channels last")]
+)
+@pytest.mark.parametrize(
+    "values", [(1e4,), (-torch.inf,), (torch.inf, -torch.inf), (torch.nan,)], ids=str
+)
 def test_a_first_value_that_is_far_out(sets: Sets, values: tuple[float, ...]) -> None:
     """The moments are taken about it where it is finite."""
     x = sets.input(torch.float32)
@@ -232,7 +287,9 @@ def test_a_first_value_that_is_far_out(sets: Sets, values: tuple[float, ...]) ->
 
 @CPP
 @ON_FEW
-def test_stages_of_ranks_are_the_whole(sets: Sets, tmp_path: Path) -> None:  # in a group of this process only
+def test_stages_of_ranks_are_the_whole(
+    sets: Sets, tmp_path: Path
+) -> None:  # in a group of this process only
     wanted, _ = run(sets, torch.float32, noise=0.5)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

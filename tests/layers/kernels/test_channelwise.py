@@ -1,4 +1,6 @@
-"""The C++ maps behind ProxyNorm and MigratedGroupNorm against the same layers in float64 torch operations."""
+"""The C++ maps behind ProxyNorm and MigratedGroupNorm against the same layers in float64 torch
+operations.
+"""
 
 import copy
 from collections.abc import Callable
@@ -19,13 +21,25 @@ pytestmark = on("cpp", ids=["compiled"])
 
 TORCHS = ("elu", "gelu_tanh", "mish", "prelu", "function")
 """Activations that stay with torch."""
-SHAPES = {"maps": (3, 21, 9, 7), "maps of one": (3, 21, 1, 1), "large": (2, 5, 65, 33), "flat": (9, 21)}
+SHAPES = {
+    "maps": (3, 21, 9, 7),
+    "maps of one": (3, 21, 1, 1),
+    "large": (2, 5, 65, 33),
+    "flat": (9, 21),
+}
 SHAPES["alone"] = (1, 3, 4, 4)
 
 
-def proxy(activation: Callable[[Tensor], Tensor], channels: int, norm: nn.Module | None = None, **options: Any) -> Any:
+def proxy(
+    activation: Callable[[Tensor], Tensor],
+    channels: int,
+    norm: nn.Module | None = None,
+    **options: Any,
+) -> Any:
     norm = norm or nn.GroupNorm(1, channels)
-    act = ProxyNorm(activation, channels, norm=norm, **{"restore": True, "strength": 0.8, **options})
+    act = ProxyNorm(
+        activation, channels, norm=norm, **{"restore": True, "strength": 0.8, **options}
+    )
     act.norm_of_its_own = norm  # so that its parameters are compared too
     return act
 
@@ -56,7 +70,9 @@ def run(layer: nn.Module, x: Tensor, kernels: str = "cpp") -> dict[str, Tensor]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(VARIABLE, kernels)
         out = layer(leaf * 1)  # in place activations may not write to a leaf
-        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype))
+        out.backward(
+            torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+        )
     gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return {"out": out.detach(), "x": leaf.grad, **gradients}
 
@@ -78,31 +94,47 @@ def assert_agree(layer: nn.Module, x: Tensor) -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:  # what was called of the library
     calls: list[str] = []
     call = channelwise.call
-    monkeypatch.setattr(channelwise, "call", lambda name, *args: calls.append(name) or call(name, *args))
+    monkeypatch.setattr(
+        channelwise, "call", lambda name, *args: calls.append(name) or call(name, *args)
+    )
     return calls
 
 
 ORDERS = ("contiguous", "channels last", "unaligned", "strided")
-LIES = [(shape, order, torch.float32) for shape in SHAPES for order in ORDERS[: 4 if shape == "maps" else 2]]
+LIES = [
+    (shape, order, torch.float32)
+    for shape in SHAPES
+    for order in ORDERS[: 4 if shape == "maps" else 2]
+]
 LIES += [("maps", order, torch.bfloat16) for order in ORDERS]
 
 
 @pytest.mark.parametrize(("name", "order", "dtype"), LIES)
 @pytest.mark.parametrize("layer", ["proxy", "migrated"])
-def test_agrees_however_it_lies(layer: str, name: str, order: str, dtype: torch.dtype, used: list[str]) -> None:
+def test_agrees_however_it_lies(
+    layer: str, name: str, order: str, dtype: torch.dtype, used: list[str]
+) -> None:
     shape = SHAPES[name]
     x = arranged(shape, order, dtype)
-    module = proxy(nn.SiLU(), shape[1]) if layer == "proxy" else migrated(shape[1], 3 if shape[1] % 3 == 0 else 1)
+    module = (
+        proxy(nn.SiLU(), shape[1])
+        if layer == "proxy"
+        else migrated(shape[1], 3 if shape[1] % 3 == 0 else 1)
+    )
     assert_agree(module, x)
     assert used
     if order == "channels last" and len(shape) > 2:
         assert module(x).movedim(1, -1).is_contiguous()
 
 
-@pytest.mark.parametrize(("name", "channel_dim"), [*((name, 1) for name in ACTIVATIONS), ("silu", -1)])
+@pytest.mark.parametrize(
+    ("name", "channel_dim"), [*((name, 1) for name in ACTIVATIONS), ("silu", -1)]
+)
 def test_activations(name: str, channel_dim: int, used: list[str]) -> None:
     x = arranged((4, 11, 10, 11), "contiguous", torch.float32)
-    x[0, 0, 0, :8] = torch.tensor([-3.0, -0.5, 0.0, 2.0, 3.0, 6.0, 40.0, -40.0])  # kinks, and where exp ends
+    x[0, 0, 0, :8] = torch.tensor(
+        [-3.0, -0.5, 0.0, 2.0, 3.0, 6.0, 40.0, -40.0]
+    )  # kinks, and where exp ends
     assert_agree(proxy(ACTIVATIONS[name](), 11, channel_dim=channel_dim), x)
     assert ("channels_backward" in used) == bool(used) == (name not in TORCHS)
 
@@ -117,7 +149,10 @@ def test_a_hook_on_the_activation_sees_it() -> None:
 
 
 def test_a_group_far_from_the_running_mean_keeps_its_variance() -> None:
-    layer, x = migrated(6, 6), 1e-2 * torch.randn(2, 6, 16, 16) + torch.linspace(-300, 300, 6).view(-1, 1, 1)
+    layer, x = (
+        migrated(6, 6),
+        1e-2 * torch.randn(2, 6, 16, 16) + torch.linspace(-300, 300, 6).view(-1, 1, 1),
+    )
     exact = run(copy.deepcopy(layer).double(), x.double(), "eager")
     compiled, eager = run(layer, x), run(layer, x, "eager")
     for name, value in exact.items():  # the values themselves have 8 bits of their deviations left
@@ -126,8 +161,12 @@ def test_a_group_far_from_the_running_mean_keeps_its_variance() -> None:
 
 
 @pytest.mark.parametrize(("samples", "order"), [(1, "contiguous"), (3, "channels last")])
-@pytest.mark.parametrize("layer", [proxy(nn.GELU(), 6), migrated(6, 1), migrated(6, 2)], ids=["proxy", "one", "two"])
-def test_threads(layer: nn.Module, order: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layer", [proxy(nn.GELU(), 6), migrated(6, 1), migrated(6, 2)], ids=["proxy", "one", "two"]
+)
+def test_threads(
+    layer: nn.Module, order: str, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, found = arranged((samples, 6, 33, 31), order, torch.float32), []
     monkeypatch.setattr(cpp, "_SINGLE_THREADED", 0)
     for threads in (1, 2, 2):
@@ -148,19 +187,30 @@ def test_nothing(layer: nn.Module) -> None:
 
 @pytest.mark.parametrize(  # each pair of two options' values once at least
     ("weight", "bias", "restore", "scale", "params"),
-    [[yes == "1" for yes in row] for row in ("11111", "10001", "01010", "00100", "11000", "00011", "10110", "01101")],
+    [
+        [yes == "1" for yes in row]
+        for row in ("11111", "10001", "01010", "00100", "11000", "00011", "10110", "01101")
+    ],
 )
-def test_parts_of_a_proxy(weight: bool, bias: bool, restore: bool, scale: bool, params: bool, used: list[str]) -> None:
+def test_parts_of_a_proxy(
+    weight: bool, bias: bool, restore: bool, scale: bool, params: bool, used: list[str]
+) -> None:
     norm = nn.LayerNorm(37, elementwise_affine=weight, bias=bias)
     if bias and not weight:
         norm.bias = nn.Parameter(torch.zeros(37))
     options = {"restore": restore, "scale": scale, "params": params, "samples": 300, "eps": 0.1}
-    assert_agree(proxy(nn.SiLU(), 37, norm, **options), arranged((2, 37, 5, 7), "contiguous", torch.float32))
+    assert_agree(
+        proxy(nn.SiLU(), 37, norm, **options), arranged((2, 37, 5, 7), "contiguous", torch.float32)
+    )
     assert used
 
 
-@pytest.mark.parametrize(("affine", "bias", "strength"), [(True, True, 0.0), (True, False, 0.3), (False, False, 1.0)])
-def test_what_a_migrated_norm_may_have(affine: bool, bias: bool, strength: float, used: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("affine", "bias", "strength"), [(True, True, 0.0), (True, False, 0.3), (False, False, 1.0)]
+)
+def test_what_a_migrated_norm_may_have(
+    affine: bool, bias: bool, strength: float, used: list[str]
+) -> None:
     layer = MigratedGroupNorm(3, 21, affine=affine, bias=bias, strength=strength)
     layer.running_mean.normal_()
     assert_agree(layer, arranged((2, 21, 5, 7), "channels last", torch.float32))
@@ -184,7 +234,9 @@ def test_parameters_of_another_type(layer: nn.Module, dtype: torch.dtype) -> Non
     got, wanted = run(layer, x), run(layer, x, "eager")
     for name, value in wanted.items():
         assert got[name].dtype == value.dtype == (torch.float32 if name in ("out", "x") else dtype)
-        torch.testing.assert_close(got[name], value, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            got[name], value, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3
+        )
 
 
 def test_parameters_of_another_size_or_device_are_refused() -> None:

@@ -1,4 +1,6 @@
-"""The library is built once, found whole again without a compiler, never where others could have put it, and clean."""
+"""The library is built once, found whole again without a compiler, never where others could have
+put it, and clean.
+"""
 
 import contextlib
 import errno
@@ -77,10 +79,18 @@ def refused(*args: object, **options: object) -> None:
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("cache", "Read-only"), ("home", "not an absolute path"), ("full", "failed: \ufffd No space left")],
+    [
+        ("cache", "Read-only"),
+        ("home", "not an absolute path"),
+        ("full", "failed: \ufffd No space left"),
+    ],
 )
 def test_where_nothing_can_be_kept_a_temporary_folder_serves(
-    place: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str,
+    message: str,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if place == "cache":
         monkeypatch.setattr(cpp, "locked", refused)
@@ -99,7 +109,9 @@ def test_where_nothing_can_be_kept_a_temporary_folder_serves(
     assert not Path("~").exists()
 
 
-def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where a process was stopped while it built."""
     monkeypatch.setattr(cpp, "_PATIENCE", 0.2)
     with cpp.locked(cache_folder()):
@@ -123,14 +135,23 @@ def test_a_damaged_library_is_built_again(cache: Path) -> None:
 def test_many_processes_build_once(cache: Path) -> None:
     compiler = Path(os.environ["CXX"])
     compiler.write_text(compiler.read_text().replace("\ncp ", "\nsleep 0.5\ncp "))
-    command = [sys.executable, "-c", "from retrofit.layers.kernels import cpp; print(cpp.load().width())"]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY, text=True) for _ in range(3)]
+    command = [
+        sys.executable,
+        "-c",
+        "from retrofit.layers.kernels import cpp; print(cpp.load().width())",
+    ]
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY, text=True)
+        for _ in range(3)
+    ]
     assert all(rank.communicate()[0].strip() in ("4", "8", "16") for rank in ranks)
     assert builds(cache) == 1
 
 
 @pytest.mark.parametrize("place", ["retrofit", ""], ids=["the folder", "one above"])
-def test_a_folder_that_others_write_to_is_not_used(place: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_others_write_to_is_not_used(
+    place: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert works()
     (cache / place).chmod(0o777)
     assert works()  # from a folder of its own
@@ -141,12 +162,16 @@ def test_a_folder_that_others_write_to_is_not_used(place: str, cache: Path, capl
         cache_folder()
 
 
-def test_nothing_is_loaded_from_another_users_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_loaded_from_another_users_folder(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = cache_folder()
     found = own.stat()
     other = os.stat_result((found.st_mode, 0, 0, 0, os.geteuid() + 1, 0, 0, 0, 0, 0))
     stat = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda path, **options: other if path == own else stat(path, **options))
+    monkeypatch.setattr(
+        Path, "stat", lambda path, **options: other if path == own else stat(path, **options)
+    )
     with pytest.raises(OSError, match="belongs to another user"):
         cache_folder()
 
@@ -181,7 +206,9 @@ def test_a_broken_compiler_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize(("system", "libc"), [("darwin", ""), ("win32", ""), ("linux", "")])
-def test_other_platforms_are_refused(system: str, libc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_platforms_are_refused(
+    system: str, libc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))  # musl has no answer
     with pytest.raises(cpp.UnavailableError, match="Linux with glibc only"):
@@ -194,7 +221,9 @@ def forget() -> None:
 
 
 @pytest.fixture
-def _unknown(monkeypatch: pytest.MonkeyPatch) -> None:  # as in a process that has not asked for kernels yet
+def _unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # as in a process that has not asked for kernels yet
     monkeypatch.delenv(VARIABLE, raising=False)
     forget()
     yield
@@ -227,15 +256,22 @@ def test_without_a_compiler_torch_operations_run_and_it_is_said(
         "12 times slower, on the CPU: there are no C++ kernels: no C++ compiler was found; install g++"
     )
     monkeypatch.setenv(VARIABLE, "cpp")
-    with pytest.raises(RuntimeError, match=r"RETROFIT_KERNELS=cpp, but there are no C\+\+ kernels: no C"):
+    with pytest.raises(
+        RuntimeError, match=r"RETROFIT_KERNELS=cpp, but there are no C\+\+ kernels: no C"
+    ):
         kernels.choose(x)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("cpp", "=cpp, but the tensor is on meta; unset it"), ("fast", "=fast names no kernels; .* eager, cpp, triton")],
+    [
+        ("cpp", "=cpp, but the tensor is on meta; unset it"),
+        ("fast", "=fast names no kernels; .* eager, cpp, triton"),
+    ],
 )
-def test_kernels_that_cannot_be_had_are_refused(name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_be_had_are_refused(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, name)
     with pytest.raises((RuntimeError, ValueError), match=f"RETROFIT_KERNELS{message}"):
         kernels.choose(torch.empty(4, device="meta"))
@@ -256,7 +292,8 @@ sys.exit(pytest.main(["-n", "0", "-q", "-x", "-p", "no:cacheprovider", *sys.argv
 @pytest.mark.compiler
 @pytest.mark.parametrize("capability", ["default", torch.backends.cpu.get_cpu_capability().lower()])
 def test_sanitizers_find_nothing(capability: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    # Portable vectors load part of a vector element by element, where the sanitizer sees each of them.
+    # Portable vectors load part of a vector element by element, where the sanitizer sees each of
+    # them.
     cache = tmp_path_factory.getbasetemp() / f"sanitized-{capability}"
     cache.mkdir(mode=0o700, exist_ok=True)
     loaded_first = [
@@ -272,6 +309,8 @@ def test_sanitizers_find_nothing(capability: str, tmp_path_factory: pytest.TempP
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
     }
     command = [sys.executable, "-c", RUN, *TESTS, "-k", "channelwise or cpp"]
-    done = subprocess.run(command, check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert list(cache.rglob("kernels-*.so"))  # what ran was what the sanitizers saw

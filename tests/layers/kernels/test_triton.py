@@ -1,4 +1,6 @@
-"""The Triton kernels without a GPU: their self-test, their interpreter, and their compiler to machine code."""
+"""The Triton kernels without a GPU: their self-test, their interpreter, and their compiler to
+machine code.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,15 @@ ALL_CASES = self_test.CASES
 
 
 @pytest.fixture(autouse=True)
-def _unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # as on a machine where nothing was tested
+def _unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # as on a machine where nothing was tested
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(self_test, "CASES", self_test.CASES[:1])
 
 
-class Recorder:  # the formulas as kernels, whose calls are counted, and whose results `change` may spoil
+# the formulas as kernels, whose calls are counted, and whose results `change` may spoil
+class Recorder:
     def __init__(self, change: Callable[[torch.Tensor], Any] = lambda out: None) -> None:
         self.__name__ = "kernels.stub"
         self.calls, self.change = 0, change
@@ -49,13 +54,19 @@ class Recorder:  # the formulas as kernels, whose calls are counted, and whose r
     apply = staticmethod(eager.apply)
 
 
-def test_what_passed_is_remembered_for_its_dtype_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passed_is_remembered_for_its_dtype_and_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stub = Recorder()
     for _ in range(3):
         assert [self_test.fault(stub, CPU, dtype) for dtype in DTYPES] == [None] * 3
     assert stub.calls == 2 * len(DTYPES)
     newer = [SimpleNamespace(version="9.9")]
-    monkeypatch.setattr(self_test.importlib.metadata, "distributions", lambda name: newer if name == "triton" else [])
+    monkeypatch.setattr(
+        self_test.importlib.metadata,
+        "distributions",
+        lambda name: newer if name == "triton" else [],
+    )
     assert self_test.fault(stub, CPU, torch.float32) is None
     assert stub.calls == 2 * len(DTYPES) + 2
 
@@ -63,13 +74,18 @@ def test_what_passed_is_remembered_for_its_dtype_and_versions(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda out: out.mul_(1.001), r"\(channels, contiguous: the output is 1\.0e-03 of its scale off\)"),
+        (
+            lambda out: out.mul_(1.001),
+            r"\(channels, contiguous: the output is 1\.0e-03 of its scale off\)",
+        ),
         (lambda out: out.view(-1)[:1].fill_(torch.nan), "the output is nan of its scale off"),
         (lambda out: out.add_(1e-6 * torch.rand(())), "the output is not the same twice"),
         (lambda out: out.no_such_instruction, r"AttributeError: 'Tensor' object has no attribute"),
     ],
 )
-def test_what_failed_is_named_and_tried_again(change: Callable[[torch.Tensor], Any], message: str) -> None:
+def test_what_failed_is_named_and_tried_again(
+    change: Callable[[torch.Tensor], Any], message: str
+) -> None:
     stub = Recorder(change)
     for _ in range(2):
         assert re.search(message, str(self_test.fault(stub, CPU, torch.float32)))
@@ -109,7 +125,9 @@ def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPat
     taken: dict[str, set[Any]] = {}
 
     def run(launch: Any, kernel: Any, *arguments: Any) -> None:
-        bind = triton.runtime.jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+        bind = triton.runtime.jit.create_function_from_signature(
+            kernel.signature, kernel.params, backend
+        )
         _, kinds, _ = bind(*arguments, launch.where, launch.rows, launch.columns)
         taken.setdefault(kernel.__name__, set()).update(
             field for (kind, _) in kinds for field in (kind if isinstance(kind, tuple) else (kind,))
@@ -140,7 +158,9 @@ def test_what_is_broken_is_replaced_and_it_is_said_once(
     x = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.bfloat16)
     assert [kernels.choose(x) for _ in range(3)] == [eager] * 3
     (record,) = caplog.records
-    assert record.getMessage().endswith("several times slower, on GPUs in torch.bfloat16: they are broken")
+    assert record.getMessage().endswith(
+        "several times slower, on GPUs in torch.bfloat16: they are broken"
+    )
     kernels._fault.cache_clear(), kernels._fastest.cache_clear()
 
 
@@ -148,15 +168,20 @@ def test_what_is_broken_is_replaced_and_it_is_said_once(
 def test_in_the_interpreter() -> None:
     """In a process of its own: functions are interpreted or not when they are first read."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    file, environment = Path(__file__).with_name("interpreted.py"), {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([*command, file], check=False, env=environment, capture_output=True, text=True)
+    file, environment = (
+        Path(__file__).with_name("interpreted.py"),
+        {**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    done = subprocess.run(
+        [*command, file], check=False, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "5 passed" in done.stdout
 
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, H100, B200
-# Registers that a thread may have on all of these; bytes of stack, to which registers are spilled; bytes of the 48 KiB
-# that every GPU gives a program without asking.
+# Registers that a thread may have on all of these; bytes of stack, to which registers are spilled;
+# bytes of the 48 KiB that every GPU gives a program without asking.
 MOST = {"REG": 255, "STACK": 64, "SHARED": 16 * 1024}
 
 
@@ -173,36 +198,57 @@ def built(kernel: Any, capability: int, columns: int, dtype: str, **constants: A
         found = [kinds.get(each, "*fp32") for each in names]
         signature[name] = fields(*found) if fields else found[0]
         paths = [(place, k) if fields else (place,) for k in range(len(names))]
-        constexprs |= {path: constants[each] for path, each in zip(paths, names, strict=True) if each in constants}
+        constexprs |= {
+            path: constants[each]
+            for path, each in zip(paths, names, strict=True)
+            if each in constants
+        }
     source = triton.compiler.ASTSource(kernel, signature, constexprs=constexprs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32))
 
 
 def resources(kernel: Any, folder: Path) -> dict[str, int]:
-    """Return registers and bytes of stack (what is spilled) a thread, and shared bytes a program, of machine code."""
+    """Return registers and bytes of stack (what is spilled) a thread, and shared bytes a program,
+    of machine code.
+    """
     code = folder / "kernel.cubin"
     code.write_bytes(kernel.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(code)]
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(amount) for name, amount in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
-    return {**found, "SHARED": found["SHARED"] + kernel.metadata.shared}  # what it has of its own, and asks for
+    return {
+        **found,
+        "SHARED": found["SHARED"] + kernel.metadata.shared,
+    }  # what it has of its own, and asks for
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 @pytest.mark.parametrize(("columns", "dtype"), [(1, "*bf16"), (16, "*fp32")])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_fit_gpus_that_are_not_here(capability: int, columns: int, dtype: str, tmp_path: Path) -> None:
+def test_kernels_fit_gpus_that_are_not_here(
+    capability: int, columns: int, dtype: str, tmp_path: Path
+) -> None:
     """The largest kernels for every GPU, all of them for one."""
     variants = [(ours._forward, {"STAGE": -1}), (ours._backward, {"STAGE": -1})]
     if capability == 90:
         quiet = dict.fromkeys(("Weight", "Bias", "factor", "seed"))
         variants += [(ours._forward, {"STAGE": stage}) for stage in range(5)]
         variants += [(ours._backward, {"STAGE": stage}) for stage in range(2)]
-        variants += [(ours._forward, {"STAGE": -1, **quiet}), (ours._affine_gradients, {}), (ours._apply, {})]
-        ones = dict.fromkeys(("inner", "length", "sets", "elements", "share"), 1)  # which Triton takes for constants
+        variants += [
+            (ours._forward, {"STAGE": -1, **quiet}),
+            (ours._affine_gradients, {}),
+            (ours._apply, {}),
+        ]
+        ones = dict.fromkeys(
+            ("inner", "length", "sets", "elements", "share"), 1
+        )  # which Triton takes for constants
         variants += [(ours._forward, {"STAGE": stage, **ones}) for stage in (-1, 4)]
         variants += [(ours._backward, {"STAGE": -1, **ones}), (ours._apply, ones)]
     for kernel, constants in variants:
         used = resources(built(kernel, capability, columns, dtype, **constants), tmp_path)
-        assert all(used[name] <= most for name, most in MOST.items()), (kernel.__name__, constants, used)
+        assert all(used[name] <= most for name, most in MOST.items()), (
+            kernel.__name__,
+            constants,
+            used,
+        )

@@ -26,7 +26,9 @@ def test_norm_and_activation_become_one(to: str) -> None:
     assert {row.name: row.fate for row in report.plan.edits} == {**fates, "relu#2": "(left)"}
     x = torch.randn(2, 3, 6, 6)
     y = model.bn1(model.conv(x))
-    torch.testing.assert_close(model(x), F.relu(model.bn3(y) + model.bn4(model.bn2(y * 2 - 1) * 2 - 1)))
+    torch.testing.assert_close(
+        model(x), F.relu(model.bn3(y) + model.bn4(model.bn2(y * 2 - 1) * 2 - 1))
+    )
     assert report.strength is None
     assert any("not its source's function" in note for note in report.notes)
 
@@ -38,7 +40,9 @@ def test_a_network_that_was_not_trained_gets_timms_own_values(to: str) -> None:
         fresh = RIVALS[to](8, apply_act=layer.apply_act)
         for name, value in fresh.named_parameters():
             torch.testing.assert_close(layer.get_parameter(name), value, rtol=1e-4, atol=1e-4)
-        assert [name for name, _ in layer.named_buffers()] == (["setting_groups"] if to == "evonorm-s0" else [])
+        assert [name for name, _ in layer.named_buffers()] == (
+            ["setting_groups"] if to == "evonorm-s0" else []
+        )
 
 
 def with_moments(norm: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -56,21 +60,30 @@ def test_frn_is_the_source_on_maps_whose_mean_square_is_the_running_one() -> Non
 
 
 def test_evonorm_without_activation_is_the_source_exactly() -> None:
-    source, x = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), low=-1), torch.randn(2, 3, 9, 9)
+    source, x = (
+        trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), low=-1),
+        torch.randn(2, 3, 9, 9),
+    )
     expected = source(x)
-    torch.testing.assert_close(retrofit.convert(source, "evonorm-s0")[0](x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        retrofit.convert(source, "evonorm-s0")[0](x), expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_evonorm_keeps_swish_where_nothing_is_shifted_and_its_mean_elsewhere() -> None:
     source = trained(nn.Sequential(nn.Identity(), nn.BatchNorm2d(8), nn.SiLU()), low=-1)
-    source[1].bias.data[:4] = (source[1].weight * source[1].running_mean / source[1].running_var.sqrt())[:4]
+    source[1].bias.data[:4] = (
+        source[1].weight * source[1].running_mean / source[1].running_var.sqrt()
+    )[:4]
     x = with_moments(source[1], torch.randn(4, 8, 64, 64, dtype=torch.float64), (0, 2, 3))
     expected = source.double()(x)
     model, _ = retrofit.convert(source, "evonorm-s0", groups=1)
     found = model(x)
     # the deviation of a sample's groups from the running one is all that is left
     torch.testing.assert_close(found[:, :4], expected[:, :4], rtol=0.03, atol=0.01)
-    torch.testing.assert_close(found.mean((0, 2, 3)), expected.mean((0, 2, 3)), rtol=0.03, atol=0.01)
+    torch.testing.assert_close(
+        found.mean((0, 2, 3)), expected.mean((0, 2, 3)), rtol=0.03, atol=0.01
+    )
     assert not torch.allclose(found[:, 4:], expected[:, 4:], rtol=0.03, atol=0.01)
 
 
@@ -86,7 +99,11 @@ def test_tensors_are_moved_and_the_rest_carried(to: str) -> None:
     assert new.apply_act
     assert not new.training
     assert all(not p.requires_grad and p.dtype == torch.float64 for p in new.parameters())
-    assert set(new.state_dict()) == {"weight", "bias", *(("v", "setting_groups") if to == "evonorm-s0" else ("tau",))}
+    assert set(new.state_dict()) == {
+        "weight",
+        "bias",
+        *(("v", "setting_groups") if to == "evonorm-s0" else ("tau",)),
+    }
     assert report.params_after == report.params_before + 8
 
 
@@ -145,9 +162,17 @@ class Loop(nn.Sequential):  # over the data, which no trace follows
 @BOTH
 def test_what_follows_has_to_be_known(to: str) -> None:
     for model, source, reason in (
-        (Twice(nn.BatchNorm2d(8), nn.ReLU()), "bn", "at several places, and an activation follows at some of them"),
+        (
+            Twice(nn.BatchNorm2d(8), nn.ReLU()),
+            "bn",
+            "at several places, and an activation follows at some of them",
+        ),
         (Loop(nn.BatchNorm2d(8), nn.ReLU()), "bn", "what follows it is unknown: "),
-        (nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU()), "gn", "takes BatchNorm's place, not GroupNorm's"),
+        (
+            nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU()),
+            "gn",
+            "takes BatchNorm's place, not GroupNorm's",
+        ),
     ):
         with pytest.raises(RetrofitError, match=reason):
             retrofit.plan(model, to, source=source)

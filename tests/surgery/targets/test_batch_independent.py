@@ -1,4 +1,6 @@
-"""BatchNorm to GroupNorm and LayerNorm with migrated statistics, and ProxyNorm on the activations that follow."""
+"""BatchNorm to GroupNorm and LayerNorm with migrated statistics, and ProxyNorm on the activations
+that follow.
+"""
 
 import copy
 import re
@@ -25,14 +27,18 @@ def proxies(model: nn.Module) -> list[ProxyNorm]:
     return [module for module in model.modules() if isinstance(module, ProxyNorm)]
 
 
-@pytest.mark.parametrize(("build", "count"), [(lambda: timm.create_model("efficientnet_lite0"), 33), (Shared, 3)])
+@pytest.mark.parametrize(
+    ("build", "count"), [(lambda: timm.create_model("efficientnet_lite0"), 33), (Shared, 3)]
+)
 def test_identical_at_zero_and_trains(build: Callable[[], nn.Module], count: int) -> None:
     model = trained(build())
     x = torch.randn(2, 3, 64, 64)
     expected = model(x)
     model, report = retrofit.convert(model, "gn-pn")
     assert report.plan.counts["converted"] == len(report.plan.layers)
-    assert sum(row.status == "converted" for row in report.plan.edits) == len(proxies(model)) == count
+    assert (
+        sum(row.status == "converted" for row in report.plan.edits) == len(proxies(model)) == count
+    )
     assert all(row.reason for row in report.plan.edits if row.status == "left")
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     retrofit.set_strength(model, 1.0)
@@ -56,11 +62,17 @@ def test_strength_one_is_group_norm_of_the_standardized_input(to: str) -> None:
     conv, bn = copy.deepcopy(model[:2])
     retrofit.convert(model, to, strength=1.0)
     x = torch.randn(4, 3, 9, 9, dtype=torch.float64)
-    standardized = F.batch_norm(conv(x), bn.running_mean, bn.running_var, None, None, False, 0.0, bn.eps)
+    standardized = F.batch_norm(
+        conv(x), bn.running_mean, bn.running_var, None, None, False, 0.0, bn.eps
+    )
     gain = model[1].gain  # how much each channel counts in the moments
     eps = (gain.square() * bn.eps / (bn.running_var + bn.eps)).mean().item()
-    expected = F.silu(F.group_norm(standardized * gain.view(-1, 1, 1), 1, bn.weight / gain, bn.bias, eps))
-    torch.testing.assert_close(model(x), expected, rtol=1e-9, atol=1e-9)  # restored, so PN changes nothing yet
+    expected = F.silu(
+        F.group_norm(standardized * gain.view(-1, 1, 1), 1, bn.weight / gain, bn.bias, eps)
+    )
+    torch.testing.assert_close(
+        model(x), expected, rtol=1e-9, atol=1e-9
+    )  # restored, so PN changes nothing yet
 
 
 def test_groups_are_the_largest_divisor_and_adjustments_are_reported() -> None:
@@ -70,11 +82,16 @@ def test_groups_are_the_largest_divisor_and_adjustments_are_reported() -> None:
         return [row.options.get("num_groups") for row in plan(model, to, **options).layers]
 
     assert groups("gn") == [8, 7, 6]
-    assert [row.reason for row in plan(model, "gn").layers][::2] == ["", "6 groups: 8 do not divide 12 channels"]
+    assert [row.reason for row in plan(model, "gn").layers][::2] == [
+        "",
+        "6 groups: 8 do not divide 12 channels",
+    ]
     assert groups("gn", groups=4) == [4, 1, 4]
     assert groups("ln") == [1, 1, 1]
     assert groups("gn", group_channels=12, skip="1") == [2, None, 1]
-    with pytest.raises(UsageError, match="`group_channels=12` does not divide the 7 channels of 1; name a divisor"):
+    with pytest.raises(
+        UsageError, match="`group_channels=12` does not divide the 7 channels of 1; name a divisor"
+    ):
         plan(model, "gn", group_channels=12)
 
 
@@ -90,7 +107,9 @@ def test_auto_groups_follow_the_data() -> None:
 
 
 def test_paper_mode_for_training_from_scratch() -> None:
-    model, report = retrofit.convert(timm.create_model("test_efficientnet"), "gn-pn", pn_restore=False)
+    model, report = retrofit.convert(
+        timm.create_model("test_efficientnet"), "gn-pn", pn_restore=False
+    )
     assert all(p.restore_shift is None and p.proxy_bias is not None for p in proxies(model))
     last = [row.name for row in report.plan.layers if row.options.get("bias") is False]
     assert last == ["blocks.1.0.bn2", "blocks.2.0.bn2", "blocks.3.0.bn3", "blocks.4.0.bn3"]
@@ -116,19 +135,31 @@ def test_parameters_are_counted_and_may_be_left_out() -> None:
     ("build", "proxied", "kept"),
     [
         (lambda: timm.create_model("test_efficientnet_gn", num_classes=4), 9, 4),
-        (lambda: timm.models.resnetv2.ResNetV2([1, 1], [128, 128], num_classes=4, stem_type="fixed"), 7, 0),
+        (
+            lambda: timm.models.resnetv2.ResNetV2(
+                [1, 1], [128, 128], num_classes=4, stem_type="fixed"
+            ),
+            7,
+            0,
+        ),
     ],
 )
-def test_group_norm_that_is_there_stays(build: Callable[[], nn.Module], proxied: int, kept: int) -> None:
+def test_group_norm_that_is_there_stays(
+    build: Callable[[], nn.Module], proxied: int, kept: int
+) -> None:
     model = trained(build())
-    norms = {name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)}
+    norms = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)
+    }
     x = torch.randn(2, 3, 32, 32)
     expected = model(x)
     model, report = retrofit.convert(model, "gn-pn", input_size=(3, 32, 32))
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     assert report.plan.counts == {"converted": proxied, "kept": kept, "unsupported": 0}
     assert len(proxies(model)) == proxied
-    assert {name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)} == norms
+    assert {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.GroupNorm)
+    } == norms
 
 
 def test_proxy_norm_follows_a_norm_that_is_converted_again() -> None:
@@ -136,7 +167,10 @@ def test_proxy_norm_follows_a_norm_that_is_converted_again() -> None:
     retrofit.convert(model, "gn-pn", input_size=(3, 8, 8))
     _, report = retrofit.convert(model, "gnn", input_size=(3, 8, 8))
     assert model[2].norm is model[1]
-    assert "1 layer converted before keeps its strength, 0; `strength` sets the new ones alone" in report.notes
+    assert (
+        "1 layer converted before keeps its strength, 0; `strength` sets the new ones alone"
+        in report.notes
+    )
 
 
 def test_groups_of_a_group_norm_are_not_asked_for() -> None:
@@ -151,7 +185,10 @@ def test_groups_of_a_group_norm_are_not_asked_for() -> None:
 def test_group_norm_of_one_group_alone_suits_ln_pn() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8, affine=False), nn.ReLU())
     steps = nn.Parameter(torch.zeros(1, dtype=torch.int8), requires_grad=False)
-    model[0]._parameters = {"steps": steps, **model[0]._parameters}  # which says nothing of the proxy's type
+    model[0]._parameters = {
+        "steps": steps,
+        **model[0]._parameters,
+    }  # which says nothing of the proxy's type
     report: Any = retrofit.convert(model, "ln-pn", input_size=(3, 8, 8))[1]
     assert report.check.passed
     assert isinstance(model[2], ProxyNorm)
@@ -159,10 +196,16 @@ def test_group_norm_of_one_group_alone_suits_ln_pn() -> None:
         plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU()), "ln-pn")
 
 
-class DataDependent(nn.Module):  # a loop over the data, and functional activations: no trace shows what follows a norm
+class DataDependent(
+    nn.Module
+):  # a loop over the data, and functional activations: no trace shows what follows a norm
     def __init__(self, *block: nn.Module) -> None:
         super().__init__()
-        self.conv, self.bn, self.block = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Sequential(*block)
+        self.conv, self.bn, self.block = (
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.Sequential(*block),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(torch.stack(list(F.relu(self.bn(self.conv(x))))))
@@ -170,7 +213,10 @@ class DataDependent(nn.Module):  # a loop over the data, and functional activati
 
 def test_proxying_nothing_is_refused() -> None:
     for model, message in (
-        (DataDependent(), "ln-pn would convert no activation.*what follows its norm is unknown.*use `to='ln'`, "),
+        (
+            DataDependent(),
+            "ln-pn would convert no activation.*what follows its norm is unknown.*use `to='ln'`, ",
+        ),
         (nn.Sequential(nn.BatchNorm2d(8)), "none follows a norm"),
         (TwoConsumers(), "output used 2 times"),
     ):
@@ -183,7 +229,9 @@ def test_what_is_left_is_said_first() -> None:
     _, report = retrofit.convert(model, "gn-pn")
     said = "1 of 2 activations are converted, 1 are left (1: what follows its norm is unknown"
     assert report.notes[0].startswith(said)
-    assert [(row.norm, row.name) for row in report.plan.edits if row.status == "left"] == [("bn", "after bn")]
+    assert [(row.norm, row.name) for row in report.plan.edits if row.status == "left"] == [
+        ("bn", "after bn")
+    ]
     assert report.to_dict()["activations"]
 
 
@@ -196,13 +244,20 @@ def test_auto_groups_measure_only_what_is_to_be_converted() -> None:
     options: dict[str, Any] = {"groups": "auto", "calibrate": [torch.randn(4, 8, 9, 9)]}
     with pytest.raises(RetrofitError, match="never calls 1"):
         plan(model, "gn", **options)
-    assert [row.status for row in plan(model, "gn", **options, skip="1").layers] == ["converted", "kept"]
+    assert [row.status for row in plan(model, "gn", **options, skip="1").layers] == [
+        "converted",
+        "kept",
+    ]
 
 
 def convolutions(name: str, **options: object) -> dict[str, EditRow]:
     with torch.device("meta"):
         model = timm.create_model(name)
-    return {row.name: row for row in plan(model, "gn", ws=True, **options).edits if row.kind == "convolution"}
+    return {
+        row.name: row
+        for row in plan(model, "gn", ws=True, **options).edits
+        if row.kind == "convolution"
+    }
 
 
 def test_all_of_resnet_50_v2_and_a_scale_at_the_end_of_every_block() -> None:
@@ -222,7 +277,9 @@ def test_squeeze_excites_are_left_and_norms_make_a_scale_needless() -> None:
 
 
 class Residual(nn.Module):
-    """Two branches, the second with as many convolutions as `shortcut` says, and a convolution that is read."""
+    """Two branches, the second with as many convolutions as `shortcut` says, and a convolution that
+    is read.
+    """
 
     def __init__(self, shortcut: int) -> None:
         super().__init__()
@@ -238,11 +295,19 @@ class Residual(nn.Module):
 
 
 def test_the_longer_branch_ends_a_block_and_equal_ones_are_listed() -> None:
-    for shortcut, ends, unknown in ((0, {"two"}, set()), (1, {"two"}, set()), (2, set(), {"two", "past.1"})):
-        model, report = retrofit.convert(Residual(shortcut), "gn", ws=True, input_size=(4, 8, 8), groups=2)
+    for shortcut, ends, unknown in (
+        (0, {"two"}, set()),
+        (1, {"two"}, set()),
+        (2, set(), {"two", "past.1"}),
+    ):
+        model, report = retrofit.convert(
+            Residual(shortcut), "gn", ws=True, input_size=(4, 8, 8), groups=2
+        )
         rows = {row.name: row for row in report.plan.edits}
         assert {name for name, row in rows.items() if row.options.get("scale")} == ends
-        assert {name for name, row in rows.items() if "unknown whether it ends a block" in row.reason} == unknown
+        assert {
+            name for name, row in rows.items() if "unknown whether it ends a block" in row.reason
+        } == unknown
         assert rows["read"].reason == "its parameters are read elsewhere too"
         assert type(model.read) is nn.Conv2d
         assert any("convolutions are standardized" in note for note in report.notes)
@@ -254,7 +319,9 @@ def test_whether_what_comes_last_ends_a_block_is_unknown() -> None:
 
 
 def test_convolutions_that_cannot_be_standardized() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(4), timm.layers.Conv2dSame(4, 4, 3), nn.Conv2d(4, 4, 1, groups=4), nn.Tanh())
+    model = nn.Sequential(
+        nn.BatchNorm2d(4), timm.layers.Conv2dSame(4, 4, 3), nn.Conv2d(4, 4, 1, groups=4), nn.Tanh()
+    )
     model[3].never_called = nn.Conv2d(4, 4, 3)
     reasons = {row.name: row.reason for row in plan(model, "gn", ws=True).edits}
     assert reasons == {
@@ -278,11 +345,15 @@ def test_it_starts_as_the_source_and_its_scale_trains(restore: bool) -> None:
     expected_std = model.two.weight.detach().flatten(1).std(1, correction=0)
     x = torch.randn(2, 4, 8, 8)
     source = model.eval()(x)
-    retrofit.convert(model, "gn", ws=True, groups=2, pn_restore=None if restore else False, check=False)
+    retrofit.convert(
+        model, "gn", ws=True, groups=2, pn_restore=None if restore else False, check=False
+    )
     torch.testing.assert_close(model(x), source, rtol=1e-4, atol=1e-5)
     retrofit.set_strength(model, 1.0)
     scale = model.two.scale
-    torch.testing.assert_close(scale.data, torch.ones(4) if restore else expected_std, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        scale.data, torch.ones(4) if restore else expected_std, rtol=1e-3, atol=1e-5
+    )
     model(x).square().sum().backward()
     assert scale.grad.abs().min() > 0
     plain = retrofit.plain(model, inputs=x)

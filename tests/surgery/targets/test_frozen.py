@@ -1,4 +1,6 @@
-"""BatchNorm to the constant affine of its running statistics, and frozen BatchNorm as a source of other targets."""
+"""BatchNorm to the constant affine of its running statistics, and frozen BatchNorm as a source of
+other targets.
+"""
 
 from pathlib import Path
 
@@ -19,12 +21,16 @@ from tests.surgery.networks import trained
 @pytest.mark.parametrize("to", ["ln-pn", "frozen"])
 def test_frozen_layers_are_a_source(to: str) -> None:
     norms = FrozenBatchNorm2d(8, eps=1e-3), FrozenBatchNormAct2d(16, act_layer=nn.SiLU)
-    model = trained(nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 16, 3), norms[1]))
+    model = trained(
+        nn.Sequential(nn.Conv2d(3, 8, 3), norms[0], nn.ReLU(), nn.Conv2d(8, 16, 3), norms[1])
+    )
     x = torch.randn(2, 3, 24, 24)
     expected = model(x)
     model, report = retrofit.convert(model, to)
     assert report.plan.counts == {"converted": 2, "kept": 0, "unsupported": 0}
-    assert any("2 frozen layers were constants and are parameters now" in note for note in report.notes)
+    assert any(
+        "2 frozen layers were constants and are parameters now" in note for note in report.notes
+    )
     assert sum(row.status == "converted" for row in report.plan.edits) == (2 if "pn" in to else 0)
     assert {"1.weight", "1.bias", "4.weight", "4.bias"} <= dict(model.named_parameters()).keys()
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
