@@ -1,4 +1,6 @@
-"""Files and folders that appear whole or not at all."""
+"""Files that users name, opened without ever waiting; files and folders that appear whole or not
+at all.
+"""
 
 import errno
 import fcntl
@@ -6,38 +8,145 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from retrofit.errors import RetrofitError
+from retrofit.utils.text import one_line, printable
 
+# Errors of a place, which the user can mend; any other is a fault of the program.
 _OF_THE_PLACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 _OF_THE_PLACE |= {errno.ENAMETOOLONG, errno.EIO}
+# What file systems that cannot sync a folder answer.
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP}
 _LOCK = "lock"
-# the name, in a temporary folder, of what is replaced: it goes back if nothing took its place
+# The name, in a temporary folder, of what is replaced: it goes back if nothing took its place.
 OLD = "old"
 
-# the files that this process has locked, with their descriptors
+# The files that this process has locked, with their descriptors.
 _locks: dict[Path, int] = {}
 
 
-def ensure_writable(path: str | Path, force: bool = False) -> Path:
-    """Check, before any long work, that a file may be written at `path`; with `force` it may exist.
+def open_file(
+    path: str | Path,
+    noun: str = "file",
+    *,
+    most: int | None = None,
+    advice: str = "check the path",
+) -> BinaryIO:
+    """Open a regular file that the user names, for reading; a pipe or a device is refused at once.
 
-    Returned is the path with symbolic links resolved, so that a link is written through and not
-    replaced. A RetrofitError says that `path` is a folder or a device, exists, or lies in a folder
-    that is missing or read-only.
+    Args:
+        path: The file, or a link to it.
+        noun: What the file is, for messages: "checkpoint file", "class map".
+        most: The largest size in bytes; None for any.
+        advice: What an error says to do.
+
+    Returns:
+        The open file, for the caller to close.
+
+    Raises:
+        RetrofitError: If nothing lies at `path`, or it is no regular file, is larger than `most`,
+            or cannot be opened.
+    """
+    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RetrofitError(f"there is no {noun} at {printable(path)}; {advice}") from error
+    # A name with a null byte is a ValueError; a socket, or a device without a driver, an OSError.
+    except (OSError, ValueError) as error:
+        why = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
+        raise RetrofitError(
+            f"cannot open the {noun} {printable(path, 300)} ({why}); {advice}"
+        ) from error
+    try:
+        problem = _refusal(os.fstat(descriptor), most)
+        if problem:
+            raise RetrofitError(f"{printable(path)} {problem}; {advice}")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _refusal(status: os.stat_result, most: int | None) -> str:
+    """Say why what was opened is not read; empty if it is."""
+    if stat.S_ISDIR(status.st_mode):
+        return "is a folder"
+    if not stat.S_ISREG(status.st_mode):
+        return "is a pipe or a device"
+    if most is not None and status.st_size > most:
+        return f"has {status.st_size:,} bytes, more than {most:,}"
+    return ""
+
+
+def ensure_readable(
+    path: str | Path,
+    noun: str = "file",
+    *,
+    most: int | None = None,
+    advice: str = "check the path",
+) -> Path:
+    """Check a file that the user names, as `open_file` does, for a library that opens it by path.
+
+    Raises:
+        RetrofitError: As for `open_file`.
+    """
+    open_file(path, noun, most=most, advice=advice).close()
+    return Path(path)
+
+
+def read_text(
+    path: str | Path,
+    noun: str = "file",
+    *,
+    most: int = 2**20,
+    advice: str = "check the path",
+) -> str:
+    """Read a text in UTF-8 that the user names, of at most `most` bytes; a byte-order mark is left
+    out.
+
+    Raises:
+        RetrofitError: As for `open_file`, or if the file is not UTF-8 or cannot be read.
+    """
+    try:
+        with open_file(path, noun, most=most, advice=advice) as file:
+            return file.read().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise RetrofitError(
+            f"cannot read the {noun} {printable(path)} ({one_line(error)}); {advice}"
+        ) from error
+
+
+def ensure_writable(path: str | Path, force: bool = False) -> Path:
+    """Check, before any long work, that a file may be written at `path`.
+
+    Args:
+        path: The file to write.
+        force: Whether it may exist.
+
+    Returns:
+        The path with symbolic links resolved, so that a link is written through and not replaced.
+
+    Raises:
+        RetrofitError: If `path` is a folder or a device, exists, or lies in a folder that is
+            missing or read-only.
     """
     target = Path(os.path.realpath(Path(path).expanduser()))
-    # whose name may be too long to look it up
+    # The name may be too long to be looked up.
     with writing(path):
-        if target.exists() and not target.is_file():
-            raise RetrofitError(f"{path} is a folder or a device; name a file")
-    if target.exists() and not force:
+        exists = target.exists()
+    if exists and not target.is_file():
+        raise RetrofitError(f"{path} is a folder or a device; name a file")
+    if exists and not force:
         raise RetrofitError(f"{path} exists; pass `force=True` to replace it")
     if not target.parent.is_dir():
         raise RetrofitError(f"the folder {target.parent} does not exist; create it first")
@@ -53,20 +162,22 @@ def atomic_write(path: str | Path, force: bool = False) -> Iterator[Path]:
 
     If the body fails, or the process is interrupted or terminated, the folder is removed. A killed
     process may leave a hidden `.NAME.*.tmp`, which the next writer of `path` removes, but never a
-    partial `path`. A RetrofitError says what `ensure_writable` does, or that the disk is full or
-    the folder cannot be written to.
+    partial `path`.
+
+    Raises:
+        RetrofitError: As for `ensure_writable`, or if the disk is full or the folder cannot be
+            written to.
     """
     target = ensure_writable(path, force)
     with writing(path), temporary_folder(target) as folder:
         temporary = folder / target.name
         temporary.touch()
-        mode = (
-            temporary.stat().st_mode
-        )  # as the user's umask has it; safetensors makes its files private
+        # As the user's umask has it; safetensors makes its files private.
+        mode = temporary.stat().st_mode
         yield temporary
         temporary.chmod(mode)
         flush(temporary)
-        # another process may have finished the same file meanwhile
+        # Another process may have finished the same file meanwhile.
         ensure_writable(path, force)
         os.replace(temporary, target)
         flush(target.parent)
@@ -77,7 +188,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder to fill, and rename it to `folder` when the body ends.
 
     What stood there is replaced; it is back if the body fails, or the process is interrupted or
-    terminated. A RetrofitError says that the disk is full or that the place cannot be written to.
+    terminated.
+
+    Raises:
+        RetrofitError: If the disk is full or the place cannot be written to.
     """
     final = folder.absolute()
     with writing(folder), temporary_folder(final) as temporary:
@@ -96,29 +210,39 @@ def temporary_folder(final: Path) -> Iterator[Path]:
     """
     sweep(final.parent, final.name)
     with termination_unwinds():
-        folder = Path(
-            tempfile.mkdtemp(prefix=f".{final.name[:200]}.", suffix=".tmp", dir=final.parent)
-        )
+        prefix = f".{final.name[:200]}."
+        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=final.parent))
         try:
             acquire(folder / _LOCK)
             yield folder
         finally:
-            _discard(folder, final)
-            release(folder / _LOCK)
+            try:
+                _discard(folder, final)
+            finally:
+                release(folder / _LOCK)
 
 
 def sweep(folder: Path, name: str | None = None) -> None:
     """Remove the temporary folders in `folder` of processes that are gone: for the file `name`, or
     for any if None.
     """
-    pattern = re.compile(
-        rf"\.({'.+' if name is None else re.escape(name[:200])})\.[a-z0-9_]{{8}}\.tmp"
-    )
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
+    if not folder.is_dir():
+        return
+    target = ".+" if name is None else re.escape(name[:200])
+    pattern = re.compile(rf"\.({target})\.[a-z0-9_]{{8}}\.tmp")
+    for path in list(folder.iterdir()):
         match = pattern.fullmatch(path.name)
-        if match and (path / _LOCK).exists() and acquire(path / _LOCK):
+        if match and path.is_dir() and _is_abandoned(path):
             _discard(path, folder / match[1])
             release(path / _LOCK)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Tell whether the process that made a temporary folder is gone; then its lock is ours."""
+    if (folder / _LOCK).exists():
+        return acquire(folder / _LOCK)
+    # The lock is the first file made. A folder that holds others without it was half removed.
+    return any(folder.iterdir())
 
 
 def _discard(folder: Path, final: Path) -> None:
@@ -129,12 +253,16 @@ def _discard(folder: Path, final: Path) -> None:
 
 
 def acquire(path: Path) -> bool:
-    """Lock a file, made if it is not there, until `release` or the end of the process, however it
-    ends.
+    """Lock a file until `release` or the end of the process, however it ends.
 
-    Return whether it was free; where the file system has no locks it counts as free. The processes
-    that this one forks, which may outlive it, do not hold the lock. An OSError says that the file
-    cannot be made.
+    The file is made if it is not there. The processes that this one forks, which may outlive it, do
+    not hold the lock.
+
+    Returns:
+        Whether it was free; where the file system has no locks it counts as free.
+
+    Raises:
+        OSError: If the file cannot be made.
     """
     path = path.absolute()
     while path not in _locks:
@@ -145,10 +273,9 @@ def acquire(path: Path) -> bool:
             if error.errno in {errno.EACCES, errno.EAGAIN}:
                 os.close(descriptor)
                 return False
+        # Its last owner may have removed it between the opening and the lock: then try again.
         with suppress(FileNotFoundError):
-            if (
-                os.fstat(descriptor).st_ino == path.stat().st_ino
-            ):  # else its last owner has removed it meanwhile
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 _locks[path] = descriptor
                 return True
         os.close(descriptor)
@@ -157,21 +284,26 @@ def acquire(path: Path) -> bool:
 
 def release(path: Path) -> None:
     """Remove a file that `acquire` locked, and the lock."""
-    if (descriptor := _locks.pop(path.absolute(), None)) is not None:
+    descriptor = _locks.pop(path.absolute(), None)
+    if descriptor is None:
+        return
+    try:
         path.unlink(missing_ok=True)
+    finally:
         os.close(descriptor)
 
 
 def flush(path: Path) -> None:
-    """Have the system put a file's content, or a folder's entries, on the disk."""
+    """Have the system put a file's content, or a folder's entries, on the disk.
+
+    Raises:
+        OSError: If the disk cannot take it.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in {
-            errno.EINVAL,
-            errno.ENOTSUP,
-        }:  # what file systems that cannot sync a folder answer
+        if error.errno not in _NO_SYNC:
             raise
     finally:
         os.close(descriptor)
@@ -179,8 +311,10 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turn errors of writing `path` into RetrofitError: the disk is full, or the place cannot be
-    written to.
+    """Turn errors of writing `path` into RetrofitError.
+
+    Raises:
+        RetrofitError: If the disk is full, or the place cannot be written to.
     """
     try:
         yield

@@ -3,16 +3,29 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from retrofit.errors import RetrofitError
-from retrofit.utils.files import acquire, atomic_folder, atomic_write, ensure_writable, release
+from retrofit.utils.files import (
+    acquire,
+    atomic_folder,
+    atomic_write,
+    ensure_readable,
+    ensure_writable,
+    open_file,
+    read_text,
+    release,
+    sweep,
+)
 from tests.conftest import heed_signals
+from tests.faults import faults_of, injected
 from tests.networks.conftest import refused
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +184,78 @@ def test_a_writer_that_makes_its_own_file_does_not_make_it_private(tmp_path: Pat
         temporary.unlink()
         temporary.touch(mode=0o600)
     assert (tmp_path / "target").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_an_exception_at_any_system_call_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+
+    def write(text: str = "new") -> None:
+        with atomic_write(path, force=True) as temporary:
+            temporary.write_text(text)
+
+    for fault in faults_of(write):
+        write("old")
+        with injected(fault):
+            write()
+        assert path.read_text() in ("old", "new"), fault
+        # What is left is hidden, and the next writer removes all of it but an empty folder.
+        assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["a.bin"]
+        write("old")
+        left = [one for one in tmp_path.iterdir() if one != path]
+        assert not any(os.listdir(one) for one in left), fault
+        for one in left:
+            one.rmdir()
+
+
+def test_an_exception_at_any_system_call_leaves_the_old_folder_or_the_new_one(
+    tmp_path: Path,
+) -> None:
+    final = tmp_path / "report"
+
+    def write(text: str = "new") -> None:
+        with atomic_folder(final) as folder:
+            (folder / "page").write_text(text)
+
+    for fault in faults_of(write):
+        write("old")
+        with injected(fault):
+            write()
+        # Whatever a fault left hidden comes back with the next sweep.
+        sweep(tmp_path)
+        assert (final / "page").read_text() in ("old", "new"), fault
+
+
+@pytest.mark.parametrize("opener", [open_file, ensure_readable, read_text])
+def test_what_is_no_regular_file_is_refused_without_waiting(
+    tmp_path: Path, opener: Callable[..., object]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "large").write_bytes(b"12345")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        for name, message in {
+            "pipe": "pipe is a pipe or a device; check",
+            "link": "link is a pipe or a device; check",
+            "loop": "cannot open the class map .*loop",
+            "socket": "cannot open the class map .*socket",
+            "": "is a folder; check the path",
+            "missing": "there is no class map at .*missing; check",
+            "large/below": "there is no class map at",
+            "large": "has 5 bytes, more than 4; check",
+            "n" * 300: "cannot open the class map .*File name too long",
+            "null\0": "cannot open the class map .*null",
+        }.items():
+            with refused(message):
+                opener(f"{tmp_path}/{name}", "class map", most=4)
+
+
+def test_reads_a_text_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "names.txt"
+    for content in (b"caf\xc3\xa9\n", b"\xef\xbb\xbfcaf\xc3\xa9\n"):
+        path.write_bytes(content)
+        assert read_text(path) == "caf\xe9\n"
+    path.write_bytes(b"caf\xe9\n")
+    with refused("cannot read the file .*utf-8"):
+        read_text(path)
