@@ -16,7 +16,7 @@ from retrofit.layers.base import NormalityMixin, StrengthMixin
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
 from retrofit.layers.forms import Sets, batch_sets
-from retrofit.layers.frozen_batch_norm import trained_affine
+from retrofit.layers.frozen_batch_norm import of_one_type, trained_affine
 from retrofit.layers.normality_norm import Statistics, apply_statistics
 from retrofit.layers.transforms import transformed
 
@@ -239,7 +239,7 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         if (
             not followed and lmbda.is_cpu and bool((lmbda == 1).all())
         ):  # torch's own layer, bit for bit
-            return functional.batch_norm(x, mean, var, *affine, False, 0.0, eps)
+            return functional.batch_norm(x, *of_one_type(x, mean, var, *affine), eps=eps)
         shape = (1, -1, *(1,) * (x.ndim - 2))
         gamma, beta = (None if p is None else p.view(shape) for p in affine)
         return apply_statistics(

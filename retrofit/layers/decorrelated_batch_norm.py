@@ -16,6 +16,7 @@ from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form, channel_view
+from retrofit.layers.frozen_batch_norm import of_one_type
 from retrofit.layers.kernels.eager import affine, compute_dtype
 from retrofit.layers.normality_norm import Statistics, gaussianize, memory_format_of
 from retrofit.layers.power_transform import yeo_johnson
@@ -152,9 +153,10 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
                 *(None if p is None else channel_view(p, x) for p in (self.weight, self.bias)),
             )
         followed = torch.compiler.is_compiling() or transformed() or x.is_meta
-        if not batch and not followed and bool(self.strength == 0):
-            args = self.running_mean, self.running_var, self.weight, self.bias
-            return functional.batch_norm(x, *args, False, 0.0, self._eps)
+        mean, var = self.running_mean, self.running_var
+        if not (batch or followed or mean is None or var is None) and bool(self.strength == 0):
+            constants = of_one_type(x, mean, var, self.weight, self.bias)
+            return functional.batch_norm(x, *constants, eps=self._eps)
         with torch.autocast(x.device.type, enabled=False):
             rows = (
                 x.to(compute_dtype(x))

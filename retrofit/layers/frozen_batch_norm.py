@@ -16,6 +16,23 @@ from retrofit.layers.kernels import fits
 from retrofit.layers.kernels.eager import compute_dtype
 from retrofit.layers.transforms import needed
 
+Constants = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def of_one_type(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Constants:
+    """Return statistics, gamma and beta, (C,) each, as `F.batch_norm` of `x` takes them.
+
+    It takes them in one type. FSDP2 with a policy of mixed precision casts parameters and leaves
+    buffers as they are; all are then computed in float32 (float64 for float64 input).
+    """
+    if weight is None or weight.dtype == mean.dtype:
+        return mean, var, weight, bias
+    exact = compute_dtype(x)
+    beta = None if bias is None else bias.to(exact)
+    return mean.to(exact), var.to(exact), weight.to(exact), beta
+
 
 class ConstantStatistics(ConvertedLayer):
     """BatchNorm's running statistics, which are constants here, under BatchNorm's names."""
@@ -101,15 +118,15 @@ class FrozenBatchNorm(ConstantStatistics):
         self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        given = x, self.running_mean, self.running_var, self.weight, self.bias
+        constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
         if (
             x.is_cuda
             and torch.is_grad_enabled()
             and x.is_contiguous(memory_format=torch.channels_last)
             and fits(x)
         ):
-            return _ChannelsLast.apply(*given, self.eps)
-        return functional.batch_norm(*given, training=False, eps=self.eps)
+            return _ChannelsLast.apply(x, *constants, self.eps)
+        return functional.batch_norm(x, *constants, training=False, eps=self.eps)
 
     def channel_map(self) -> ChannelMap:
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)

@@ -45,10 +45,10 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
             gradients = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return gradients
-        refuse = torch._C._functions.DelayedError(_REFUSAL, len(gradients))
+        refuse: Any = torch._C._functions.DelayedError(_REFUSAL, len(gradients))
         return refuse(
             *(None if grad is None else grad.detach().requires_grad_() for grad in gradients)
-        )  # type: ignore[arg-type]
+        )
 
     return wrapper
 

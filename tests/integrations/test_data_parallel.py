@@ -13,7 +13,7 @@ from timm.utils import distribute_bn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,6 +66,25 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "FSDP2": by_fsdp,
 }
 TARGETS = ("bnn", "ln", "ln-pn", "gn-pn")
+IN_BFLOAT16 = ("frozen", "ln", "bnn", "lnn")
+
+
+def with_one_kind_of_norm(to: str) -> nn.Module:
+    """Convert a network without noise, at strength 0: LayerNorms for lnn, BatchNorms for the others."""
+    if to != "lnn":
+        return converted(to)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.LayerNorm(64), nn.Flatten(), nn.Linear(512, 4)
+    )
+    return retrofit.convert(model, to, input_size=(3, 10, 10))[0].train()
+
+
+def in_bfloat16(to: str) -> nn.Module:
+    """Shard a network whose parameters, and they alone, are cast for the computation."""
+    model = with_one_kind_of_norm(to)
+    mesh = init_device_mesh("cpu", (2,))
+    return fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def work(rank: int, folder: str) -> None:
@@ -90,6 +109,13 @@ def work(rank: int, folder: str) -> None:
             model(batches()[rank][0])  # each has seen images of its own
             distribute_bn(model, 2, reduce)
             torch.save(dict(model.named_buffers()), f"{folder}/{reduce} {rank}.pt")
+        for to in IN_BFLOAT16:
+            model = in_bfloat16(to)
+            outputs = [model(batches()[rank][0]).float()]
+            outputs[0].sum().backward()
+            with torch.no_grad():
+                outputs.append(model.eval()(batches()[rank][0]).float())
+            torch.save(outputs, f"{folder}/bfloat16 {to} {rank}.pt")
         model = converted("ln-pn")
         fully_shard(model.get_submodule("0.1"), mesh=init_device_mesh("cpu", (2,)))
         fully_shard(
@@ -140,3 +166,13 @@ def test_timm_shares_mean_and_variance_by_their_names_but_not_lambda(
     assert {name.split(".")[-1] for name in one if not torch.equal(one[name], other[name])} == {
         "running_lambda"
     }
+
+
+@pytest.mark.parametrize("to", IN_BFLOAT16)
+def test_parameters_in_bfloat16_beside_constants_in_float32(to: str, folder: Path) -> None:
+    """In training and in evaluation, the answers of the network in float32 to its precision."""
+    for rank in range(2):
+        whole = with_one_kind_of_norm(to)
+        expected = [whole(batches()[rank][0]), whole.eval()(batches()[rank][0])]
+        outputs = torch.load(folder / f"bfloat16 {to} {rank}.pt", weights_only=True)
+        torch.testing.assert_close(outputs, expected, rtol=0.05, atol=0.05)

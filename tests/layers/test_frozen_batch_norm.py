@@ -1,11 +1,12 @@
-"""The gradient of frozen batch normalization in channels_last on a GPU, against that of torch's own
-layer.
+"""Constant statistics beside parameters of another type, and the gradient in channels_last on a
+GPU.
 """
 
 import pytest
 import torch
 from torch import nn
 
+from retrofit.layers import BatchNormalNorm2d, DecorrelatedBatchNorm2d
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, _ChannelsLast
 
 MEAN, VAR, WEIGHT, BIAS = torch.linspace(-1, 4, 24, dtype=torch.float64).square().view(4, 6) + 0.1
@@ -39,3 +40,28 @@ def test_on_cuda(dtype: torch.dtype, affine: bool) -> None:
 def test_second_derivative(affine: tuple[torch.Tensor | None, ...]) -> None:
     x, *trained = (None if one is None else one.clone().requires_grad_() for one in (X, *affine))
     assert torch.autograd.gradgradcheck(_ChannelsLast.apply, (x, MEAN, VAR, *trained, 1e-3))
+
+
+@pytest.mark.parametrize("cls", [FrozenBatchNorm, BatchNormalNorm2d, DecorrelatedBatchNorm2d])
+@pytest.mark.parametrize("cast", ["parameters", "buffers"])
+def test_one_of_parameters_and_constants_in_bfloat16(cls: type[nn.Module], cast: str) -> None:
+    """FSDP2's mixed precision casts parameters and leaves buffers; some casts do the reverse."""
+    layer = cls(6).eval()
+    layer.load_state_dict(
+        {"running_mean": MEAN, "running_var": VAR, "weight": WEIGHT, "bias": BIAS}, strict=False
+    )
+    if hasattr(layer, "set_strength"):
+        layer.set_strength(0.0)
+    for tensor in getattr(layer, cast)():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.bfloat16()
+    x = X.float().requires_grad_()
+    expected = nn.functional.batch_norm(
+        X, *(value.detach().double() for value in (layer.running_mean, layer.running_var)),
+        *(value.detach().double() for value in layer.parameters()), eps=1e-5,
+    )  # fmt: skip
+    out = layer(x)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    out.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == layer.weight.dtype
