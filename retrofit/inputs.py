@@ -117,11 +117,14 @@ def example_calls(
 
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:
-    """Return the (C, H, W) that a network says it was made for; 3 x 224 x 224 where it does not
-    say.
+    """Return the (C, H, W) that a network's record, its user or the network itself says it was made
+    for; 3 x 224 x 224 where none does.
     """
-    if known := record_of(model).preprocess:
-        return known.input_size
+    record = record_of(model)
+    if record.preprocess is not None:
+        return record.preprocess.input_size
+    if record.input_size is not None:
+        return record.input_size
     if size := (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
         return tuple(size)
     # torchvision's vision transformers

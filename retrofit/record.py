@@ -157,6 +157,8 @@ class Record:
         Any, ...
         # the conversions that it went through, in order (`retrofit.surgery.Plan`)
     ] = ()
+    # The shape of one sample, (C, H, W) for images, that its user last converted it with
+    input_size: tuple[int, ...] | None = None
 
 
 def record_of(model: nn.Module) -> Record:

@@ -44,7 +44,14 @@ from torchvision.models import (
 )
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, Preprocess, set_record
+from retrofit.record import (
+    PREFIX,
+    RESERVED_KWARGS,
+    ModelSource,
+    Preprocess,
+    record_of,
+    set_record,
+)
 from retrofit.utils.text import one_line, printable, with_class
 
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
@@ -383,6 +390,10 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
         cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
         cfg |= getattr(model, "pretrained_cfg", None) or {}
+        given = record_of(model).input_size
+        # of a network that a library builds, the library's size counts
+        if source.library == "own" and given is not None and len(given) == 3:
+            cfg["input_size"] = given
         try:
             usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
         except (TypeError, ValueError, OverflowError) as error:

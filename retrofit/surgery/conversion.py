@@ -13,6 +13,7 @@ from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers.base import check_strength
+from retrofit.record import set_record
 from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failure
 from retrofit.surgery.families import NormLayer, find_norms, functional_norms
 from retrofit.surgery.plan_and_report import LayerRow, Report
@@ -138,6 +139,8 @@ def convert(
             report = replace(report, strength=strength)
         if strength and check and reference is not None:
             report = replace(report, change=reference.compare(converted, layers=False))
+    if input_size is not None:
+        set_record(converted, input_size=tuple(input_size))
     return model if converted is network else converted, replace(
         report, notes=(*report.notes, *notes)
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.inputs import own_input_size
 from retrofit.layers import (
     DecorrelatedBatchNormalNorm2d,
     GroupNormalNorm,
@@ -242,3 +243,25 @@ def test_fold_makes_its_tensors_where_the_network_lies(how: dict[str, Any]) -> N
         folded = retrofit.fold(model, input_size=(3, 6, 6), **how)
     assert {tensor.device.type for tensor in (*folded.parameters(), *folded.buffers())} == {"cpu"}
     torch.testing.assert_close(folded(IMAGES[0]), expected(IMAGES[0]))
+
+
+def small_network() -> nn.Module:
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *pool).eval()
+
+
+@pytest.mark.parametrize("size", [(3, 32, 32), (3, 20)])
+def test_the_size_that_a_network_was_converted_with_is_its_own(
+    size: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = small_network() if len(size) == 3 else ConvNorm()
+    model, _ = retrofit.convert(model, "ln", input_size=size)
+    x = torch.randn(2, *size)
+    torch.testing.assert_close(retrofit.fold(model)(x), model(x), atol=1e-5, rtol=1e-4)
+    retrofit.export_onnx(model, tmp_path / "a.onnx")
+    dims = onnx.load(tmp_path / "a.onnx").graph.input[0].type.tensor_type.shape.dim
+    assert [dim.dim_value for dim in dims[1:]] == list(size)
+    if len(size) == 3:
+        retrofit.save(model, tmp_path / "a.safetensors")
+        loaded = retrofit.load(tmp_path / "a.safetensors", into=small_network())
+        assert own_input_size(loaded) == size
