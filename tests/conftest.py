@@ -2,10 +2,12 @@
 
 import importlib.util
 import signal
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import settings
 
 from tests.pictures import write_folder
@@ -17,6 +19,12 @@ settings.register_profile("wide", max_examples=500, deadline=None, print_blob=Tr
 settings.load_profile("pinned")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def command_line() -> CliRunner:
+    """A runner whose results hold stdout and stderr apart, which click 8.1 does on request alone."""
+    apart = {"mix_stderr": False}
+    return CliRunner(**apart if "mix_stderr" in signature(CliRunner).parameters else {})
 
 
 def heed_signals() -> None:

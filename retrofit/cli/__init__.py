@@ -71,7 +71,7 @@ class _Commands(click.Group):
         """Run the command line and exit with the code for the outcome."""
         try:
             sys.exit(super().main(args, prog_name, **{**extra, "standalone_mode": False}) or 0)
-        except click.exceptions.NoArgsIsHelpError as bare:
+        except _NO_ARGUMENTS as bare:
             click.echo(bare.format_message(), err=True)
             sys.exit(bare.exit_code)
         except Exception as error:
@@ -83,6 +83,10 @@ class _Commands(click.Group):
             sys.exit(
                 130 if isinstance(error, click.Abort) else getattr(error, "exit_code", 1)
             )  # 130 as shells do
+
+
+# Click 8.1 prints the help page itself where a command got no arguments.
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 def _line(error: Exception) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import timm
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import retrofit
 from retrofit.cli import main
-from tests.conftest import heed_signals
+from tests.conftest import command_line, heed_signals
 from tests.finetune.conftest import undrawn  # noqa: F401
 from tests.networks.conftest import HALF
 from tests.pictures import write_folder
@@ -36,7 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(here: Path) -> Run:  # run a command line, given as words
-    return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
+    return lambda *words: command_line().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def exported(classifier: Path) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(classifier)
         words = ["export", "net.safetensors", "--json", "--report", "net.json"]
-        return done(CliRunner().invoke(main, words))
+        return done(command_line().invoke(main, words))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import pytest
 import timm
 import torch
 import yaml
-from click.testing import CliRunner
 from PIL import Image
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from retrofit.cli import main
 from retrofit.cli.finetune import _GROUPS
 from retrofit.finetune.recipe import Recipe
 from tests.cli.conftest import Run, Start, answer, done
+from tests.conftest import command_line
 from tests.networks.conftest import FLAGS
 from tests.pictures import write_folder
 
@@ -41,7 +41,7 @@ def pictures(here: Path) -> Path:
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("converted") / "small.safetensors"
     words = [*FLAGS, "--to", "bnn", "--num-classes", "3", "--img-size", "16", "-o", str(path)]
-    done(CliRunner().invoke(main, ["convert", "test_resnet", *words]))
+    done(command_line().invoke(main, ["convert", "test_resnet", *words]))
     return path
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import timm
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import retrofit
 from retrofit.cli import COMMANDS, main
 from retrofit.errors import RetrofitError
 from retrofit.surgery import TARGETS
+from tests.conftest import command_line
 from tests.networks.conftest import built
 from tests.pictures import write_folder, write_tar
 
@@ -78,7 +78,7 @@ def test_a_guide_runs_as_written(page: Path) -> None:
             sys.modules.pop(name[1], None)
         exec(compile(block, page.name, "exec"), {"__name__": "page"})
         for words, error in commands(following):
-            result = CliRunner().invoke(main, words)
+            result = command_line().invoke(main, words)
             assert (result.exit_code == 0) is not bool(error), (words, result.stderr)
             assert error in result.stderr
         before = following
@@ -102,7 +102,7 @@ def test_readme_runs_as_written(
     first = re.search("## First run(.*?)With trained weights", PAGES[0].read_text(), re.DOTALL)[1]  # type: ignore[index]
     first = first.replace("    retrofit ", "    $ retrofit ")
     for words, _ in commands(first + (ROOT / "docs" / "evidence.md").read_text()):
-        result = CliRunner().invoke(main, words)
+        result = command_line().invoke(main, words)
         assert result.exit_code == 0, (words, result.stderr)
     create = timm.create_model
     monkeypatch.setattr(

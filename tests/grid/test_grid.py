@@ -21,7 +21,6 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.data import create_transform
@@ -35,6 +34,7 @@ from retrofit.layers import StrengthMixin
 from retrofit.networks.models import open_model
 from retrofit.record import record_of
 from retrofit.surgery import TARGETS
+from tests.conftest import command_line
 from tests.grid.networks import build
 from tests.pictures import COLOURS, write_folder
 
@@ -152,7 +152,7 @@ class Network:
     def run(self, *words: object) -> dict[str, Any]:
         """Run a command line in the folder, which must succeed; return its JSON, if it writes some."""
         with contextlib.chdir(self.folder):
-            result = CliRunner().invoke(main, [str(word) for word in words])
+            result = command_line().invoke(main, [str(word) for word in words])
         assert result.exit_code == 0, result.stderr
         return json.loads(result.stdout) if result.stdout.strip() else {}
 
