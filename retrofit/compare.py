@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.inputs import Call, stages
+from retrofit.inputs import Call, holds_boxes, parts_of_detector
 from retrofit.utils.running import hooked, undisturbed
 from retrofit.utils.text import with_class
 
@@ -115,32 +115,54 @@ _Outputs = list[list[Tensor]]
 _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
 
 
-def _run(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> tuple[_Outputs, _Layers]:
-    """Return what a network answers to each call, and by layer the shape and some elements of all
-    that it puts out.
+@dataclass
+class _Run:
+    """What a network answered to some calls, and what its layers put out meanwhile.
+
+    Attributes:
+        outputs: The tensors of each answer.
+        layers: By layer, the shape and some elements of all that it put out.
+        boxes: Whether the answers are detections.
     """
-    kept: _Layers = {name: [] for name in layers}
 
-    def keep(
-        layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any
-    ) -> None:
-        if called is not layer or not isinstance(output, Tensor):
-            # a converted layer has its source's hooks, in one table with it
-            return
-        flat = output.flatten()
-        if len(flat) > _SAMPLES:
-            generator = torch.Generator().manual_seed(0)
-            flat = flat[
-                torch.randint(len(flat), (_SAMPLES,), generator=generator, device="cpu").to(
-                    flat.device
-                )
-            ]
-        kept[name].append((output.shape, _kept(flat)))
+    outputs: _Outputs
+    layers: _Layers
+    boxes: bool
 
-    watched = [(model.get_submodule(name), name) for name in kept]
-    with hooked(layer.register_forward_hook(partial(keep, layer, name)) for layer, name in watched):
-        outputs = [[_kept(tensor) for tensor in tensors_of(call.on(model))] for call in calls]
-    return outputs, kept
+    @classmethod
+    def of(cls, model: Any, calls: Iterable[Call], layers: Iterable[str]) -> "_Run":
+        """Make the calls, with the named layers watched."""
+        kept: _Layers = {name: [] for name in layers}
+
+        def keep(
+            layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any
+        ) -> None:
+            # A converted layer has its source's hooks, in one table with it.
+            if called is layer and isinstance(output, Tensor):
+                kept[name].append((output.shape, _kept(_some_elements(output))))
+
+        watched = {name: model.get_submodule(name) for name in kept}
+        with hooked(
+            layer.register_forward_hook(partial(keep, layer, name))
+            for name, layer in watched.items()
+        ):
+            outputs = []
+            boxes = False
+            for call in calls:
+                answer = call.on(model)
+                outputs.append([_kept(tensor) for tensor in tensors_of(answer)])
+                boxes = boxes or holds_boxes(answer)
+        return cls(outputs, kept, boxes)
+
+
+def _some_elements(output: Tensor) -> Tensor:
+    """Return the elements of a layer's output that are compared, in one dimension."""
+    flat = output.flatten()
+    if len(flat) <= _SAMPLES:
+        return flat
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(flat), (_SAMPLES,), generator=generator, device="cpu")
+    return flat[places.to(flat.device)]
 
 
 class Reference:
@@ -148,8 +170,8 @@ class Reference:
     the calls.
 
     The network is evaluated; its modes, its buffers and the random state are left as they were.
-    Calls that it refuses are left out. Of torchvision's detectors the backbone and the heads are
-    compared, each fed what it was fed here.
+    Calls that it refuses are left out. Of a network that answers with
+    boxes the backbone and the heads are compared, each fed what it was fed here.
 
     `tolerance` is the largest share of an output's scale that passes; rounding of a lower precision
     is added. The outputs of `layers` are compared too, by sample: a freshly initialised network
@@ -175,18 +197,21 @@ class Reference:
         refusals: list[Exception] = []
         with undisturbed(model):
             for call in calls:
+                parts = [call]
                 try:
-                    parts = stages(model, call)
-                    outputs, kept = _run(model, parts, self._layers)
-                # anything may come out of a network's own code
+                    run = _Run.of(model, parts, self._layers)
+                    if run.boxes:
+                        parts = parts_of_detector(model, call) or parts
+                        run = _Run.of(model, parts, self._layers)
+                # Anything may come out of a network's own code.
                 except Exception as error:
                     refusals.append(error)
                     continue
                 self.calls.append(call)
                 self.parts += parts
-                self._outputs += outputs
-                for name in kept:
-                    self._layers[name] += kept[name]
+                self._outputs += run.outputs
+                for name, values in run.layers.items():
+                    self._layers[name] += values
         if not self.calls:
             raise RetrofitError(
                 f"the network did not take the example inputs ({with_class(refusals[0])}); give it others with `inputs`"
@@ -230,7 +255,7 @@ class Reference:
         left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
         try:
             with left_alone, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                outputs, kept = _run(other, self.parts, watched)
+                run = _Run.of(other, self.parts, watched)
         except RetrofitError:
             raise
         except Exception as error:
@@ -241,9 +266,9 @@ class Reference:
         largest = max(
             (scale_of(value) for values in watched.values() for _, value in values), default=0.0
         )
-        result = self._compare_outputs(outputs, zero=_ROUNDING * largest)
+        result = self._compare_outputs(run.outputs, zero=_ROUNDING * largest)
         if not result.differs:
-            rows = [self._compare_layer(name, kept[name]) for name in watched]
+            rows = [self._compare_layer(name, run.layers[name]) for name in watched]
             judged_by_layers = (
                 max(rows, key=_BY_SHARE, default=result) if result.scale == 0 else result
             )
@@ -254,7 +279,7 @@ class Reference:
             )
         same = [
             ours[0].argmax(1) == theirs[0].argmax(1)
-            for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
+            for part, ours, theirs in zip(self.parts, self._outputs, run.outputs, strict=True)
             if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]
         ]
         agreement = float(torch.cat(same).double().mean()) if same else None

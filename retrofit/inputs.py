@@ -24,6 +24,8 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 _BATCHES = (1, 2), (2, 3)
 # of a video clip; torchvision's S3D and MViT take no fewer
 _FRAMES = 16
+# of two images of different sizes
+_SIDES = (64, 96), (96, 64)
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,10 @@ def example_calls(
             return [Call(kwargs=dict(inputs))]
         return [Call((inputs,) if isinstance(inputs, Tensor) else tuple(inputs))]
     size = tuple(input_size or own_input_size(model))
+    listed = len(size) == 3 and takes_image_list(model, size[0])
     refusals: list[Exception] = []
     for batches in _BATCHES:
-        calls = [_random_call(model, size, batch) for batch in batches]
+        calls = [_random_call(model, size, batch, listed) for batch in batches]
         try:
             with undisturbed(model):
                 calls[0].on(model)
@@ -145,21 +148,62 @@ def input_shapes(model: nn.Module, size: tuple[int, ...], batch: int) -> list[tu
     return [(batch, *size)]
 
 
-def is_detector(model: Any) -> bool:
-    """Whether a network is one of torchvision's detection models, whose output is boxes."""
-    return type(model).__module__.startswith("torchvision.models.detection")
+class _TookListError(Exception):
+    """A network made a batch of a list of images."""
 
 
-def stages(model: nn.Module, call: Call) -> list[Call]:
-    """Return the calls by which two networks are compared: a detector's parts with what they got;
-    else `call` itself.
+def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
+    """Tell whether a network takes a list of images of several sizes, as detectors do.
 
-    A detector's boxes come out of sorting and suppression, where a rounding error may swap two
-    candidates. Its backbone and heads are called instead, each with what it was given when the
-    whole was called.
+    It is called with two images and stopped at its first layer with parameters, which gets the
+    batch that the network made of them. Any other network refuses the list before that. The network
+    is left as it was.
     """
-    if not is_detector(model):
-        return [call]
+
+    def stop(_layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].ndim == 4 and len(args[0]) == 2:
+            raise _TookListError
+
+    device, dtype = placement_of(model)
+    images = [torch.zeros(channels, *sides, device=device, dtype=dtype) for sides in _SIDES]
+    layers = [module for module in model.modules() if module._parameters]
+    try:
+        with undisturbed(model), hooked(one.register_forward_pre_hook(stop) for one in layers):
+            model(images)
+    except _TookListError:
+        return True
+    # Anything may come out of a network's own code.
+    except Exception:
+        return False
+    return False
+
+
+def holds_boxes(answer: Any) -> bool:
+    """Tell whether a network answers with detections: a mapping with `boxes`, or a list of such."""
+    detections = answer if isinstance(answer, list | tuple) else [answer]
+    return bool(detections) and all(
+        isinstance(row, Mapping) and isinstance(row.get("boxes"), Tensor) for row in detections
+    )
+
+
+def answers_with_boxes(model: nn.Module, call: Call) -> bool:
+    """Tell whether a network answers a call with detections; it is left as it was."""
+    try:
+        with undisturbed(model):
+            return holds_boxes(call.on(model))
+    # Anything may come out of a network's own code.
+    except Exception:
+        return False
+
+
+def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
+    """Return calls of a detector's backbone and heads, each with what it got when the whole was
+    called.
+
+    Boxes come out of sorting and suppression, where a rounding error may swap two candidates, so
+    two detectors are compared by these parts. Empty for a detector that does not name them as
+    torchvision does.
+    """
     heads = getattr(model, "roi_heads", nn.Module()).named_children()
     names = ["backbone", "head", "rpn.head"]
     names += [f"roi_heads.{name}" for name, child in heads if any(True for _ in child.parameters())]
@@ -179,15 +223,16 @@ def stages(model: nn.Module, call: Call) -> list[Call]:
     return parts
 
 
-def _random_call(model: nn.Module, size: tuple[int, ...], batch: int) -> Call:
+def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bool) -> Call:
+    """Return a call with seeded random samples of `size`: a batch, or `listed` one by one."""
     generator = torch.Generator().manual_seed(batch)
-    shapes = [size] * batch if is_detector(model) else input_shapes(model, size, batch)
+    shapes = [size] * batch if listed else input_shapes(model, size, batch)
     samples = [
         torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         for shape in shapes
     ]
     tensors = [sample.to(*placement_of(model)) for sample in samples]
-    return Call((tensors,) if is_detector(model) else tuple(tensors))
+    return Call((tensors,) if listed else tuple(tensors))
 
 
 def _filled(value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from retrofit.errors import RetrofitError
-from retrofit.inputs import Call, is_detector
+from retrofit.inputs import Call, answers_with_boxes
 from retrofit.layers import ProxyNorm, forms
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import PlainAffine
@@ -89,6 +89,8 @@ def capture(
     batch_norms = frozenset(
         norm.name for norm in find_norms(net) if norm.family in ("bn", "frozen-bn")
     )
+    # Before the forms are put in, which note that they are called.
+    detects = answers_with_boxes(net, call)
     shapes = torch.export.ShapesCollection()
     for x in call.tensors:
         dims = [0] if batch is None and x.ndim and len(x) == call.batch else []
@@ -122,7 +124,7 @@ def capture(
         else:
             vars(layer)["forward"] = partial(_by_form, form, program.layers, name, kind)
             powers += [part for part in form.modules() if isinstance(part, forms.TwoBranch)]
-    if is_detector(model):
+    if detects:
         program.note = "detectors sort and suppress boxes, which torch.export cannot capture"
         return program
     for part in powers:

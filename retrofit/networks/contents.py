@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from retrofit import compare
 from retrofit.errors import RetrofitError
-from retrofit.inputs import Call, input_shapes, is_detector
+from retrofit.inputs import Call, input_shapes, takes_image_list
 from retrofit.layers.base import NormalityMixin, check_noise, check_noise_kind
 from retrofit.record import check_size
 from retrofit.utils.running import hooked, placement_of, undisturbed
@@ -289,7 +289,8 @@ def sample_outputs_at(
             _images(shape).to(placement_of(model)[1])
             for shape in input_shapes(model, tuple(size), 1)
         ]
-        call = Call(tuple(images), stage="backbone" if is_detector(model) else "")
+        detector = "backbone" in model._modules and takes_image_list(model, size[0])
+        call = Call(tuple(images), stage="backbone" if detector else "")
         names = [
             name
             for name, module in model.named_modules()

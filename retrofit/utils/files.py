@@ -63,7 +63,7 @@ def open_file(
         raise RetrofitError(f"there is no {noun} at {printable(path)}; {advice}") from error
     # A name with a null byte is a ValueError; a socket, or a device without a driver, an OSError.
     except (OSError, ValueError) as error:
-        why = os.strerror(error.errno) if getattr(error, "errno", None) else one_line(error)
+        why = getattr(error, "strerror", None) or one_line(error)
         raise RetrofitError(
             f"cannot open the {noun} {printable(path, 300)} ({why}); {advice}"
         ) from error
