@@ -20,14 +20,19 @@ _REFUSAL = (
 )
 
 
+# torch.compile of torch 2.11 sends gradients past a custom autograd function (pytorch issue 180642),
+# and versions before it break the graph there: they follow the plain operations, as torch.func does.
+_COMPILES_CUSTOM_FUNCTIONS = torch.__version__ >= "2.12"
+
+
 def transformed() -> bool:
-    """Whether torch.func, forward-mode differentiation or jit.trace follows the operations that run
-    now.
+    """Whether torch.func, forward-mode differentiation, jit.trace or an old torch.compile follows
+    the operations that run now.
     """
     if torch._C._are_functorch_transforms_active():
         return True
     if torch.compiler.is_compiling():
-        return False
+        return not _COMPILES_CUSTOM_FUNCTIONS
     return bool(torch.jit.is_tracing()) or forward_ad._current_level >= 0  # type: ignore[attr-defined]
 
 
