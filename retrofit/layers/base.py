@@ -20,7 +20,8 @@ from retrofit.layers.converted_layer import (
     no_plain_layer,
 )
 from retrofit.layers.forms import EstimatedTransform, Sets, constants_of
-from retrofit.layers.normality_norm import NoiseKind, Statistics, estimate, normality_norm
+from retrofit.layers.kernels.eager import Running, Strength
+from retrofit.layers.normality_norm import NoiseKind, Normalization, estimate, normalize
 from retrofit.layers.transforms import transformed
 from retrofit.utils.running import hooked
 
@@ -62,10 +63,14 @@ class StrengthMixin(ConvertedLayer):
         Raises:
             RuntimeError: In evaluation, if t is an average of different values.
         """
+        return self._checked_code()[0].to(torch.float32) * _UNIT
+
+    def _checked_code(self) -> Tensor:
+        """Return the buffer that holds t, unless it is an average in evaluation."""
         code = self._code
         if not (self.training or code.is_meta or torch.compiler.is_compiling() or transformed()):
             self._refuse_average()
-        return code[0].to(torch.float32) * _UNIT
+        return code
 
     @property
     def stored_strength(self) -> float:
@@ -175,22 +180,24 @@ class NormalityMixin(StrengthMixin):
         raise NotImplementedError
 
     def _by_own_statistics(
-        self, x: Tensor, group: ProcessGroup | None = None
-    ) -> tuple[Tensor, Statistics | None]:
+        self, x: Tensor, group: ProcessGroup | None = None, running: Running | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return `x` normalized by statistics of its own sets, which ranks of `group` may share,
-        and these.
+        and the numbers of each set; see `normalize`.
         """
         layer: Any = self
-        sets = self._sets()
-        gamma, beta, (values, dim) = layer.weight, layer.bias, sets(x)
-        if self.per_channel:
-            shape = (1, -1, *(1,) * (x.ndim - 2))
-            gamma, beta = (None if p is None else sets(p.view(shape))[0] for p in (gamma, beta))
-        eps = vars(self)["eps"]
-        out, statistics = normality_norm(
-            values, gamma, beta, dim=dim, eps=eps, group=group, **self._options
+        spec = self._normalization(group, running)
+        return normalize(x, layer.weight, layer.bias, Strength(self._checked_code(), _UNIT), spec)
+
+    def _normalization(
+        self, group: ProcessGroup | None = None, running: Running | None = None
+    ) -> Normalization:
+        """Return what the layer asks of `normalize`."""
+        noise = self.noise if self.training else 0.0
+        kind = noise, self.noise_kind, self.alpha
+        return Normalization(
+            self._sets(), self.per_channel, vars(self)["eps"], *kind, group, running
         )
-        return out.reshape(x.shape), statistics
 
     def _form(self) -> list[nn.Module]:
         """Return the operations of the layer in evaluation: by its running statistics, or an
@@ -230,15 +237,6 @@ class NormalityMixin(StrengthMixin):
     def effective_alpha(self) -> Tensor:
         """Strength times alpha: the layer uses lambda = 1 + effective_alpha * (estimate - 1)."""
         return self.strength if self.alpha == 1 else self.strength * self.alpha
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {
-            "strength": self.strength,
-            "noise": self.noise if self.training else 0.0,
-            "noise_kind": self.noise_kind,
-            "alpha": self.alpha,
-        }
 
     def extra_repr(self) -> str:
         usual = {"noise_kind": "scaled", "alpha": 1.0}

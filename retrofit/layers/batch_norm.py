@@ -17,11 +17,15 @@ from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
 from retrofit.layers.forms import Sets, batch_sets
 from retrofit.layers.frozen_batch_norm import of_one_type, trained_affine
+from retrofit.layers.kernels.eager import Running
 from retrofit.layers.normality_norm import Statistics, apply_statistics
 from retrofit.layers.transforms import transformed
 
 _SYNC = "call retrofit.sync_norms(model) in its place"
 _INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it out"}
+
+
+_RUNNING = ("running_mean", "running_var", "running_lambda", "num_batches_tracked")
 
 
 class EpsOfNoBatchNorm:
@@ -262,8 +266,14 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
-        out, statistics = self._by_own_statistics(x, group)
+        running = None
         if self.training and self.track_running_stats:
+            mean, var, lmbda, tracked = map(self._buffers.get, _RUNNING)
+            running = Running(mean, var, lmbda, tracked, self.momentum)
+        out, stats = self._by_own_statistics(x, group, running)
+        if running is not None and stats is not None:
+            spec = self._normalization(group)
+            statistics = spec.statistics(x, self.weight, self.bias, stats)
             self._update(statistics, self._momentum(x.numel()))
         return out
 

@@ -319,7 +319,9 @@ class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
         if not batch and self.running_lambda is not None:
             lmbda = 1 + self.effective_alpha * (self.running_lambda.to(h.dtype) - 1)
             return yeo_johnson(h, lmbda.view(-1, self.group_size, 1)), lmbda
-        y, lmbda = gaussianize(h.flatten(0, 1), (1,), **self._options)
+        noise = self.noise if self.training else 0.0
+        own = self.strength, noise, self.noise_kind, self.alpha
+        y, lmbda = gaussianize(h.flatten(0, 1), (1,), *own)
         return y.view_as(h), lmbda.detach()
 
     def _behind_whitening(self) -> ChannelMap:

@@ -15,16 +15,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from retrofit.layers import kernels
+from retrofit.layers.forms import Sets
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import (
     KernelOptions,
     Noise,
+    Running,
+    Strength,
     affine,
     blocks,
     compute_dtype,
     normal,
 )
-from retrofit.layers.kernels.layout import layout_of
+from retrofit.layers.kernels.layout import is_dense, layout_of
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
 
@@ -84,6 +87,67 @@ def apply_statistics(
     return out
 
 
+class Normalization(NamedTuple):
+    """What a layer asks of `normalize`, beside tensors."""
+
+    # from a tensor to a view of it in which a set spans whole dimensions, and to these
+    sets: Sets
+    # whether gamma and beta, (C,), belong to dimension 1
+    per_channel: bool
+    # added to the biased variance
+    eps: float
+    # xi
+    noise: float = 0.0
+    # see `perturb`
+    noise_kind: NoiseKind = "scaled"
+    # of eq. 6
+    alpha: float = 1.0
+    # ranks that share the sets
+    group: ProcessGroup | None = None
+    running: Running | None = None
+
+    def beside(self, parameter: Tensor | None, x: Tensor) -> Tensor | None:
+        """View gamma or beta such that it broadcasts to `x`."""
+        if parameter is None:
+            return None
+        if self.per_channel:
+            return parameter.view(1, -1, *(1,) * (x.ndim - 2))
+        return parameter.view(*(1,) * (x.ndim - parameter.ndim), *parameter.shape)
+
+    def views(self, x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+        """View parameters such that they broadcast to the view of `x` by its sets."""
+        own = [self.beside(parameter, x) for parameter in parameters]
+        return [None if parameter is None else self.sets(parameter)[0] for parameter in own]
+
+    def options(
+        self,
+        values: Tensor,
+        dim: tuple[int, ...],
+        affine: list[Tensor | None],
+        strength: Strength,
+        seed: Tensor | None,
+    ) -> KernelOptions:
+        """Return what kernels take beside the views of tensors."""
+        shapes = [None if view is None else view.shape for view in affine]
+        layout = layout_of(values.shape, values.stride(), dim, *shapes)
+        own = self.eps, self.alpha, self.noise, seed, self.group, self.running
+        return KernelOptions(layout, strength, *own)
+
+    def statistics(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor
+    ) -> Statistics:
+        """Return what `normalize` found of the sets of `x`."""
+        values, dim = self.sets(x.detach())
+        if kernels.fits(x):
+            values = values if is_dense(x.shape, x.stride()) else values.contiguous()
+            strides = values.stride()
+            shapes = [None if p is None else p.shape for p in self.views(x, weight, bias)]
+            layout = layout_of(values.shape, strides, dim, *shapes)
+            stats = layout.undo(stats[:4], layout.kept)
+        mean, var, _, step = stats[:4]
+        return Statistics(mean, var, 1 + step, Reductions(dim, self.group).size(values))
+
+
 def normality_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -106,122 +170,137 @@ def normality_norm(
     `perturb` describes. Returns the result in `x`'s shape and dtype, and the statistics (lambda as
     estimated: strength does not enter it), None of an empty input.
     """
-    if (
-        x.numel() == 0 and group is None
-    ):  # still connected to the parameters, whose gradients are then zero
-        return affine(x * 1.0, weight, bias).to(x.dtype), None
+    spec = Normalization(lambda x: (x, dim), False, eps, noise, noise_kind, alpha, group)
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
+    out, stats = normalize(x, weight, bias, Strength(t), spec)
+    return out, None if stats is None else spec.statistics(x, weight, bias, stats)
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
+) -> tuple[Tensor, Tensor | None]:
+    """Apply algorithm 1 to `x`; see `normality_norm`.
+
+    Returns:
+        The result, in the shape, dtype and memory format of `x`, and never a view: networks write
+        over it. And the numbers of each set for `Normalization.statistics`; None where there is
+        none, or where kernels have moved the running statistics.
+
+    Raises:
+        RuntimeError: If synchronized statistics meet a transform of torch.func.
+    """
+    # still connected to the parameters, whose gradients are then zero
+    if x.numel() == 0 and spec.group is None:
+        own = (spec.beside(p, x) for p in (weight, bias))
+        return affine(x * 1.0, *own).to(x.dtype), None
     if transformed():
-        if group is not None:
-            raise RuntimeError(
-                "synchronized statistics take no transform of torch.func; use the plain layer's class"
-            )
-        values = x.to(t.dtype)
-        var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
-        h = (values - mean) * torch.rsqrt(var + eps)
-        y, lmbda = gaussianize(h, dim, t, noise, noise_kind, alpha)
-        size = Reductions(dim).size(x)
-        return affine(y, weight, bias).to(x.dtype), Statistics(
-            mean.detach(), var.detach(), lmbda.detach(), size
+        return _followed(x, weight, bias, strength, spec)
+    if not spec.noise or spec.noise_kind == "scaled":
+        out: tuple[Tensor, Tensor | None] = _NormalityNorm.apply(x, weight, bias, strength, spec)
+        return out
+    y, stats = normalize(x, None, None, strength, spec._replace(noise=0.0))
+    dtype = compute_dtype(x)
+    y = perturb(y.to(dtype), spec.noise * strength.value(dtype), spec.noise_kind, ())
+    return affine(y, *(spec.beside(p, x) for p in (weight, bias))).to(x.dtype), stats
+
+
+def _followed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
+) -> tuple[Tensor, Tensor]:
+    """Apply algorithm 1 by operations that a transform can follow."""
+    if spec.group is not None:
+        raise RuntimeError(
+            "synchronized statistics take no transform of torch.func; use the plain layer's class"
         )
-    factor = noise * t if noise else None
-    if factor is not None and noise_kind != "scaled":
-        y, statistics = normality_norm(
-            x, None, None, dim=dim, eps=eps, strength=t, alpha=alpha, group=group
-        )
-        return affine(perturb(y.to(t.dtype), factor, noise_kind, dim), weight, bias).to(
-            x.dtype
-        ), statistics
-    effective_alpha = t if alpha == 1 else t * alpha
-    weight, bias = (
-        None if p is None else p.view((1,) * (x.ndim - p.ndim) + p.shape) for p in (weight, bias)
-    )
-    out, (mean, var, _, step) = _NormalityNorm.apply(
-        x, weight, bias, effective_alpha, factor, dim, eps, group
-    )
-    return out, Statistics(mean, var, 1 + step, Reductions(dim, group).size(x))
+    values, dim = spec.sets(x)
+    t = strength.value(compute_dtype(x))
+    values = values.to(t.dtype)
+    var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
+    rstd = torch.rsqrt(var + spec.eps)
+    h = (values - mean) * rstd
+    y, lmbda = gaussianize(h, dim, t, spec.noise, spec.noise_kind, spec.alpha)
+    out = affine(y, *spec.views(x, weight, bias)).to(x.dtype).reshape(x.shape)
+    return out, torch.stack([mean, var, rstd, lmbda - 1]).detach()
 
 
 class _NormalityNorm(torch.autograd.Function):
     """Algorithm 1 with one Newton step, and its closed-form backward: through `kernels`, for
-    tensors that a compiler traces through the same formulas as a whole. `t` multiplies lambda's
-    step, `factor` the noise (None: no noise).
+    tensors that a compiler traces through the same formulas as a whole.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        t: Tensor,
-        factor: Any,
-        dim: Any,
-        eps: float,
-        group: Any,
-    ) -> tuple[Tensor, Tensor]:
-        shapes = [None if p is None else p.shape for p in (weight, bias)]
-        ctx.layout = layout_of(x.shape, x.stride(), dim, *shapes) if kernels.fits(x) else None
-        ctx.dim, ctx.eps, ctx.group = dim, eps, group
+        ctx: Any, x: Tensor, weight: Any, bias: Any, strength: Strength, spec: Normalization
+    ) -> tuple[Tensor, Tensor | None]:
         seed = None
-        if (
-            factor is not None
-        ):  # where kernels run, a seed of the CPU gives the same noise on every device
-            device = x.device if ctx.layout is None else "cpu"
-            seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=device).to(
-                x.device
-            )
-        if ctx.layout is None:
-            out, stats = eager.normalized(
-                x, weight, bias, t, eps, _noise(x, factor, seed), Reductions(dim, group)
-            )
-            statistics = stats[:4]
+        if spec.noise:
+            seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
+        module = None
+        if kernels.fits(x):
+            # Dense, so that the sets of what is made like it lie as its own do
+            x = x if is_dense(x.shape, x.stride()) else x.contiguous()
+            module = kernels.choose(x, spec.group)
+        if module is None or not module.READS_STRENGTH:
+            strength = Strength(strength.value(compute_dtype(x)))
+        values, dim = spec.sets(x)
+        views = spec.views(x, weight, bias)
+        ctx.spec, ctx.module, ctx.strength = spec, module, strength
+        if module is None:
+            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
+            noise = _noise(values, factor, seed)
+            over = Reductions(dim, spec.group)
+            gamma, beta = views
+            out, stats = eager.normalized(values, gamma, beta, t, spec.eps, noise, over)
+            out = out.reshape(x.shape)
         else:
-            gamma, beta = (
-                None if p is None else ctx.layout.view(p, ctx.layout.affine) for p in (weight, bias)
-            )
-            view, out = ctx.layout.view, ctx.layout.empty_like(x)
-            options = KernelOptions(ctx.layout.dims, ctx.layout.affine, t, eps, factor, seed, group)
-            stats = kernels.choose(out, group).forward(view(out), view(x), gamma, beta, options)
-            statistics = ctx.layout.undo(stats[:4], ctx.layout.kept).clone()
-        ctx.save_for_backward(x, weight, bias, t, factor, seed, stats)
-        ctx.mark_non_differentiable(statistics)
-        return out, statistics
+            out = torch.empty_like(x)
+            options = spec.options(values, dim, views, strength, seed)
+            stats = module.forward(spec.sets(out)[0], values, *views, options)
+        moved = spec.running is not None and module is not None and module.READS_STRENGTH
+        source = strength.source if module is None or not module.READS_STRENGTH else None
+        ctx.save_for_backward(x, weight, bias, source, seed, stats)
+        if moved:
+            return out, None
+        ctx.mark_non_differentiable(stats)
+        return out, stats
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, t, factor, seed, stats = ctx.saved_tensors
-        if ctx.layout is None:
-            over = Reductions(ctx.dim, ctx.group)
-            grad_x, y = eager.pulled_back(
-                grads[0], x, weight, t, stats, _noise(x, factor, seed), over
-            )
-            grad = grads[0].to(y.dtype)
-            grad_weight, grad_bias = grad * y, grad
+        x, weight, bias, source, seed, stats = ctx.saved_tensors
+        spec: Normalization = ctx.spec
+        strength = ctx.strength if source is None else Strength(source)
+        values, dim = spec.sets(x)
+        views = spec.views(x, weight, bias)
+        grad = spec.sets(grads[0])[0]
+        if ctx.module is None:
+            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
+            noise = _noise(values, factor, seed)
+            over = Reductions(dim, spec.group)
+            grad_x, y = eager.pulled_back(grad, values, views[0], t, stats, noise, over)
+            grad_x = grad_x.reshape(x.shape)
+            grad = grad.to(y.dtype)
+            gradients: Any = grad * y, grad
         else:
-            view, grad_x = ctx.layout.view, ctx.layout.empty_like(x)
-            gamma = None if weight is None else view(weight, ctx.layout.affine)
-            options = KernelOptions(
-                ctx.layout.dims, ctx.layout.affine, t, ctx.eps, factor, seed, ctx.group
-            )
-            tensors = view(grad_x), view(x), view(grads[0]), gamma
-            grads_affine = kernels.choose(grad_x, ctx.group).backward(*tensors, stats, options)
-            grad_weight, grad_bias = ctx.layout.undo(grads_affine, ctx.layout.full_affine)
-        return (
-            grad_x,
-            None if weight is None else grad_weight.sum_to_size(weight.shape).to(weight.dtype),
-            None if bias is None else grad_bias.sum_to_size(bias.shape).to(bias.dtype),
-            *(None,) * 5,
-        )
+            grad_x = torch.empty_like(x)
+            options = spec.options(values, dim, views, strength, seed)
+            tensors = spec.sets(grad_x)[0], values, grad, views[0]
+            affine = ctx.module.backward(*tensors, stats, options)
+            gradients = options.layout.undo(affine, options.layout.full_affine)
+        return grad_x, *map(_like, gradients, views, (weight, bias)), None, None
+
+
+def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """Return the gradient of a parameter that was broadcast as `view`."""
+    if view is None or parameter is None:
+        return None
+    return gradient.sum_to_size(view.shape).reshape(parameter.shape).to(parameter.dtype)
 
 
 def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:
-    return (
-        None
-        if factor is None or seed is None
-        else lambda spread: normal(x.shape, seed) * (factor * spread)
-    )
+    if factor is None or seed is None:
+        return None
+    return lambda spread: normal(x.shape, seed) * (factor * spread)
 
 
 def gaussianize(

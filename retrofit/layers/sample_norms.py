@@ -203,11 +203,12 @@ class _InstanceNormalNorm(RunningNormality):
                 raise ValueError(
                     f"Expected more than 1 spatial element when training, got input size {maps.size()}"
                 )
-            out, statistics = self._by_own_statistics(maps)
-            if statistics is not None:
-                mean, var, lmbda = (s.mean(0) for s in statistics[:3])
-                statistics = Statistics(mean, var, lmbda, statistics.size)
-            self._update(statistics, 0.0 if self.momentum is None else self.momentum)
+            out, stats = self._by_own_statistics(maps)
+            if stats is not None and self.running_mean is not None:
+                spec = self._normalization()
+                mean, var, lmbda, size = spec.statistics(maps, self.weight, self.bias, stats)
+                over_batch = Statistics(mean.mean(0), var.mean(0), lmbda.mean(0), size)
+                self._update(over_batch, 0.0 if self.momentum is None else self.momentum)
         else:
             out = self._by_running_statistics(maps)
         return out if batched else out.squeeze(0)

@@ -224,3 +224,25 @@ def test_instance_norms_set_to_track_without_buffers_say_what_is_missing() -> No
     layer.track_running_stats = True
     with pytest.raises(ValueError, match="running statistics are needed outside training"):
         layer(CASES["instance2d"].input())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_an_operation_in_place_behind_a_layer_copies_nothing(
+    name: str, channels_last: bool
+) -> None:
+    """The output is no view: autograd would copy a view's base, and its gradient, twice each."""
+    x = CASES[name].input()
+    if channels_last and x.ndim == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    for noise_kind in ("scaled", "unscaled"):
+        layer = built(CASES[name], noise_kind=noise_kind)
+        out = layer(x.requires_grad_())
+        assert not out._is_view()
+        assert out.stride() == x.stride()
+        nodes, seen = [torch.relu_(out).grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            seen.add(type(node).__name__)
+            nodes += [before for before, _ in node.next_functions if before is not None]
+        assert "CopySlices" not in seen

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 from retrofit.layers import power_transform
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import FIELDS, KernelOptions
-from retrofit.layers.kernels.layout import Geometry, geometry_of
+from retrofit.layers.kernels.layout import Geometry, Layout, geometry_of
 
 _log = logging.getLogger(__name__)
 _SOURCES = [
@@ -229,6 +229,7 @@ def _hash(content: bytes) -> str:
 
 
 library = cache(load)
+READS_STRENGTH = False
 
 
 class _COptions(ctypes.Structure):
@@ -243,11 +244,14 @@ def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
     """See `eager.forward`."""
-    geometry = _geometry(x, options.dims, options.affine)
+    layout = options.layout
+    geometry = _geometry(x, layout)
     if geometry is None:
         return eager.forward(out, x, weight, bias, options)
+    out, x = layout.view(out), layout.view(x)
+    weight, bias = (None if p is None else layout.view(p, layout.affine) for p in (weight, bias))
     own, group = _options(x, options), options.group
-    stats = room(FIELDS, *(1 if d in options.dims else n for d, n in enumerate(x.shape)))
+    stats = room(FIELDS, *(1 if d in layout.dims else n for d, n in enumerate(x.shape)))
     tensors = out, x, floats(weight), floats(bias), stats
     if group is None:
         call("forward", geometry, own, *tensors, None)
@@ -271,11 +275,14 @@ def backward(
     options: KernelOptions,
 ) -> Tensor:
     """See `eager.backward`."""
-    geometry = _geometry(x, options.dims, options.affine)
+    layout = options.layout
+    geometry = _geometry(x, layout)
     if geometry is None:
         return eager.backward(grad_x, x, grad, weight, stats, options)
+    grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
+    weight = None if weight is None else layout.view(weight, layout.affine)
     own = _options(x, options)
-    shares = room(own.threads, 2, *options.affine).zero_()
+    shares = room(own.threads, 2, *layout.affine).zero_()
     tensors, parts = (grad_x, shares, x, grad.to(x.dtype), floats(weight), stats), None
     if options.group is not None:
         parts, own.stage = room(5, geometry.sets), 0
@@ -287,7 +294,10 @@ def backward(
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
-    geometry = _geometry(x, dims, tuple(constants.shape[1:]))
+    geometry = None
+    if x.dtype in TYPES:
+        width = library().width()
+        geometry = geometry_of(tuple(x.shape), dims, tuple(constants.shape[1:]), width, True)
     if geometry is None:
         eager.apply(out, x, dims, constants)
     else:
@@ -354,12 +364,10 @@ def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
     return power_transform.average(own * count, count, group)
 
 
-def _geometry(x: Tensor, dims: tuple[int, ...], affine: tuple[int, ...]) -> Geometry | None:
-    return (
-        geometry_of(tuple(x.shape), dims, affine, library().width(), True)
-        if x.dtype in TYPES
-        else None
-    )
+def _geometry(x: Tensor, layout: Layout) -> Geometry | None:
+    if x.dtype not in TYPES:
+        return None
+    return geometry_of(layout.shape, layout.dims, layout.affine, library().width(), True)
 
 
 def _options(x: Tensor, options: KernelOptions) -> _COptions:

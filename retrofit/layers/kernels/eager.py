@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.power_transform import (
     Reductions,
     StepGradient,
@@ -217,33 +218,79 @@ def _mix(key: Tensor, shift: int) -> Tensor:
     return key ^ ((key >> shift) & ((1 << (32 - shift)) - 1))
 
 
-class KernelOptions(NamedTuple):
-    """What the kernels take beside tensors in a layout's view."""
+class Strength(NamedTuple):
+    """t: the first element of a tensor, times a unit. Kernels on a GPU read it there."""
 
-    # of a set
-    dims: tuple[int, ...]
-    # shape of gamma and beta; 1 where they broadcast
-    affine: tuple[int, ...]
-    # factor of lambda's step: strength times alpha, a 0-dim tensor of the computation's type
-    t: Tensor
+    source: Tensor
+    unit: float = 1.0
+
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """Return t as a 0-dim tensor."""
+        first = self.source.detach().reshape(-1)[0].to(dtype)
+        return first if self.unit == 1 else first * self.unit
+
+    def times(self, alpha: float) -> Tensor:
+        """Return the factor of lambda's step: t * alpha."""
+        return self.source if alpha == 1 else self.source * alpha
+
+    def noise(self, xi: float) -> Tensor | None:
+        """Return the factor of the noise: t * xi; None for no noise."""
+        return xi * self.source if xi else None
+
+
+class Running(NamedTuple):
+    """Buffers that follow the batch's statistics, (C,) each; None where there is none.
+
+    `tracked` counts batches; without a momentum the buffers are the average over them.
+    """
+
+    mean: Tensor | None
+    var: Tensor | None
+    lmbda: Tensor | None
+    tracked: Tensor | None
+    momentum: float | None
+
+
+class KernelOptions(NamedTuple):
+    """What the kernels take beside tensors, which are given as views by their sets."""
+
+    layout: Layout
+    strength: Strength
     # added to the variance
     eps: float
-    factor: Tensor | None = (
-        # of the noise: xi times strength, a 0-dim tensor; None for no noise
-        None
-    )
+    # lambda's step is multiplied by strength times alpha
+    alpha: float = 1.0
+    # xi; strength times it is the factor of the noise
+    noise: float = 0.0
     # of the noise, on the device of the tensors
     seed: Tensor | None = None
     # ranks that share the sets
     group: ProcessGroup | None = None
+    # moved by kernels that read the strength themselves
+    running: Running | None = None
+
+    @property
+    def t(self) -> Tensor:
+        return self.strength.times(self.alpha)
+
+    @property
+    def factor(self) -> Tensor | None:
+        return self.strength.noise(self.noise)
+
+
+READS_STRENGTH = False
+"""Whether `KernelOptions.strength` may be a buffer that changes after the call."""
 
 
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
     """Fill `out` with the result; return `FIELDS` numbers of each set."""
-    over, stats = Reductions(options.dims, options.group), []
-    for block in blocks(x, options.dims, options.group is not None):
+    layout = options.layout
+    out, x = layout.view(out), layout.view(x)
+    weight, bias = (None if p is None else layout.view(p, layout.affine) for p in (weight, bias))
+    over, stats = Reductions(layout.dims, options.group), []
+    for block in blocks(x, layout.dims, options.group is not None):
         affine = block.of(weight), block.of(bias)
         part, kept = normalized(
             block(x), *affine, options.t, options.eps, block.noise(x, options), over
@@ -262,9 +309,12 @@ def backward(
     options: KernelOptions,
 ) -> Tensor:
     """Fill `grad_x`; return the affine parameters' gradients, (2, *affine) and in float32 at least."""
-    over = Reductions(options.dims, options.group)
-    grads = torch.zeros((2, *options.affine), dtype=stats.dtype, device=x.device)
-    for block in blocks(x, options.dims, options.group is not None):
+    layout = options.layout
+    grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
+    weight = None if weight is None else layout.view(weight, layout.affine)
+    over = Reductions(layout.dims, options.group)
+    grads = torch.zeros((2, *layout.affine), dtype=stats.dtype, device=x.device)
+    for block in blocks(x, layout.dims, options.group is not None):
         kept, noise = torch.stack([block.of(s) for s in stats]), block.noise(x, options)
         part, y = pulled_back(block(grad), block(x), block.of(weight), options.t, kept, noise, over)
         block(grad_x).copy_(part)

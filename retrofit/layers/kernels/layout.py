@@ -52,6 +52,17 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
+def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements fill their memory in some order of the dimensions, without overlap."""
+    length = 1
+    for step, count in sorted((step, n) for step, n in zip(stride, size, strict=True) if n != 1):
+        if step != length:
+            return False
+        length *= count
+    return True
+
+
+@lru_cache(maxsize=1024)
 def layout_of(
     size: tuple[int, ...], stride: tuple[int, ...], dim: tuple[int, ...], *affine: torch.Size | None
 ) -> Layout:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from retrofit.layers.kernels import cpp, eager
-from retrofit.layers.kernels.eager import KernelOptions
+from retrofit.layers.kernels.eager import KernelOptions, Strength
+from retrofit.layers.kernels.layout import layout_of
 
 _log = logging.getLogger(__name__)
 TOLERANCES = {
@@ -110,12 +111,12 @@ def _results(
     x = (0.6 * numbers(*case.shape)).exp().add(2).to(device, dtype)
     grad = numbers(*case.shape).to(device, dtype)
     weight, bias = numbers(*case.affine).to(device), numbers(*case.affine).to(device)
-    t, factor = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.8, 0.5))
-    options = KernelOptions(case.dims, case.affine, t, eps=1e-5)
+    strength = Strength(torch.tensor(0.8, dtype=torch.float32, device=device))
+    layout = layout_of(case.shape, x.stride(), case.dims, torch.Size(case.affine))
+    options = KernelOptions(layout, strength, eps=1e-5)
     if case.noise:
-        options = options._replace(
-            factor=factor, seed=torch.tensor([11, -7], dtype=torch.int32, device=device)
-        )
+        seed = torch.tensor([11, -7], dtype=torch.int32, device=device)
+        options = options._replace(noise=0.625, seed=seed)
 
     out, grad_x, applied = (torch.empty_like(x) for _ in range(3))
     stats = kernels.forward(out, x, weight, bias, options)

@@ -656,18 +656,24 @@ def _programs(device: torch.device) -> int:
     return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+READS_STRENGTH = False
+
+
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
     """See `eager.forward`."""
-    geometry = geometry_of(tuple(x.shape), options.dims, options.affine, _COLUMNS)
+    layout = options.layout
+    geometry = geometry_of(layout.shape, layout.dims, layout.affine, _COLUMNS)
     if geometry is None:
         return eager.forward(out, x, weight, bias, options)
+    out, x = layout.view(out), layout.view(x)
+    weight, bias = (None if p is None else layout.view(p, layout.affine) for p in (weight, bias))
     launch, given = (
         _Launch(x, geometry),
         _Options(options.t, options.eps, options.factor, options.seed),
     )
-    kept = (1 if d in options.dims else n for d, n in enumerate(x.shape))
+    kept = (1 if d in layout.dims else n for d, n in enumerate(x.shape))
     stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
     pointers = out, x, weight, bias, stats, launch.parts(_FORWARD_PARTS, x)
     stages = range(5) if options.seed is not None else (0, 1, 4)
@@ -685,10 +691,13 @@ def backward(
     options: KernelOptions,
 ) -> Tensor:
     """See `eager.backward`."""
-    affine, dims = options.affine, options.dims
-    geometry = geometry_of(tuple(x.shape), dims, affine, _COLUMNS)
+    layout = options.layout
+    affine, dims = layout.affine, layout.dims
+    geometry = geometry_of(layout.shape, dims, affine, _COLUMNS)
     if geometry is None:
         return eager.backward(grad_x, x, grad, weight, stats, options)
+    grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
+    weight = None if weight is None else layout.view(weight, affine)
     launch, given = (
         _Launch(x, geometry),
         _Options(options.t, options.eps, options.factor, options.seed),
