@@ -7,6 +7,7 @@ al. 2018).
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.nn import functional
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.dataset import ImageData, heed_no_signals
+from retrofit.layers.strength import partial_state
 from retrofit.record import Preprocess
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
 from retrofit.utils.running import autocast, evaluating
@@ -157,11 +159,14 @@ def evaluate(
     Images that cannot be read are left out and listed, and the figures are those of the others: one
     damaged file among fifty thousand is worth a line, not the run. `amp` is the data type of mixed
     precision. `attack` changes the images that were right, to count how many stay so. After every
-    batch, `progress` gets the images done and those in all.
+    batch, `progress` gets the images done and those in all. It warns of layers that differ in
+    strength because part of a state was loaded.
 
     A RetrofitError says that no image can be read, or that the model gives no class scores, (N,
     classes), or fewer than the data has classes.
     """
+    if doubt := partial_state(model):
+        warnings.warn(doubt, stacklevel=2)
     device = torch.device(device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = model.to(device).to(memory_format=layout).eval()

@@ -58,7 +58,8 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: Any) -> None:
     from retrofit.cli.network import open_data, open_network, placement, taken
     from retrofit.evaluation import ExportedFile, attack_on, evaluate, open_exported
-    from retrofit.networks.models import Network, odd_strengths
+    from retrofit.layers.strength import odd_strengths
+    from retrofit.networks.models import Network
 
     network: Network | ExportedFile
     if Path(model).suffix == ".onnx":

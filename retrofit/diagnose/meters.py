@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
-from retrofit.layers.base import strength_code
+from retrofit.layers.strength import strength_code
 from retrofit.surgery.families import find_norms
 
 FloatArray = NDArray[np.float64]

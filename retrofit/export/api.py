@@ -31,7 +31,7 @@ from retrofit.export.request import (
 )
 from retrofit.inputs import Call, Inputs
 from retrofit.layers.base import lambda_values
-from retrofit.networks.artifact import common_strength
+from retrofit.layers.strength import common_strength
 from retrofit.record import record_of
 from retrofit.utils.files import atomic_write, ensure_writable, writing
 from retrofit.utils.onnx_runtimes import Runtime

@@ -23,6 +23,7 @@ from retrofit.compare import Reference, tensors_of
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import ProxyNorm, StrengthMixin
+from retrofit.layers.strength import refuse_partial_state
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.utils.running import (
     evaluating,
@@ -124,13 +125,15 @@ def bake(
     Raises:
         UsageError: If the tolerance is not above 0, `images` and `inputs` are both given or both
             missing, or a batch holds no images.
-        RetrofitError: If there is nothing to bake, the images are too few or contain NaN, or no
+        RetrofitError: If there is nothing to bake, the layers differ in strength because part of a
+            state was loaded, the images are too few or contain NaN, or no
             layer can be baked within the tolerance.
     """
     if not tolerance > 0:
         raise UsageError(
             f"`tolerance` must be more than 0, not {tolerance}; leave it out for the usual one"
         )
+    refuse_partial_state(model)
     if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in model.parameters()):
         raise RetrofitError(
             "constants are fitted in float32; bake `model.float()`, and halve it again if you have to"

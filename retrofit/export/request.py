@@ -14,6 +14,7 @@ from retrofit.compare import TOLERANCE, Comparison
 from retrofit.errors import UsageError
 from retrofit.export.approximation.fit import MAX_SIZE
 from retrofit.inputs import Call, Inputs, example_calls
+from retrofit.layers.strength import refuse_partial_state
 from retrofit.record import unwrapped
 from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
@@ -62,6 +63,7 @@ class Request:
             for image in few
         ]
         self._check_options()
+        refuse_partial_state(self.network)
         device, dtype = placement_of(self.network)
         # its own rounding is no part of its function
         if dtype != torch.float32:

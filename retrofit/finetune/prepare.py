@@ -25,10 +25,11 @@ from retrofit.finetune.statistics import estimated_layers
 from retrofit.layers import FrozenBatchNorm, NormalityMixin, ProxyNorm, StrengthMixin
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.frozen_batch_norm import TrainedAffine
+from retrofit.layers.strength import odd_strengths
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.networks.contents import set_training_settings, tensors_of, training_settings
 from retrofit.networks.library import build, with_options
-from retrofit.networks.models import Network, odd_strengths
+from retrofit.networks.models import Network
 from retrofit.networks.rebuild import identify
 from retrofit.record import set_record
 from retrofit.utils.running import evaluating

@@ -7,7 +7,8 @@ from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import NormalityMixin, StrengthMixin
-from retrofit.layers.base import check_noise, check_strength
+from retrofit.layers.base import check_noise
+from retrofit.layers.strength import check_strength
 from retrofit.utils.text import plural
 
 Shape = Literal["linear", "cosine", "there-and-back", "off"]

@@ -1,6 +1,6 @@
 """Normality-normalized and batch-independent layers: the math and the modules. Needs only torch."""
 
-from retrofit.layers.base import NormalityMixin, StrengthMixin
+from retrofit.layers.base import NormalityMixin
 from retrofit.layers.batch_norm import (
     BatchNormalNorm1d,
     BatchNormalNorm2d,
@@ -38,6 +38,7 @@ from retrofit.layers.sample_norms import (
     LayerNormalNormAct,
     LayerNormalNormAct2d,
 )
+from retrofit.layers.strength import StrengthMixin
 from retrofit.layers.weight_standardization import (
     WeightStandardizedConv1d,
     WeightStandardizedConv2d,

@@ -1,4 +1,4 @@
-"""What converted layers have in common: a strength, and the options of normality normalization.
+"""The options of normality normalization, and what its layers have in common.
 
 A converted layer's state dict holds all that its function depends on: two networks of one target
 with the same tensors are the same function, whatever they were converted from. Noise and momentum,
@@ -6,7 +6,7 @@ which only training uses, stay with the layer, as the p of a dropout does.
 """
 
 from functools import partial
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from retrofit.errors import UsageError
 from retrofit.layers.converted_layer import (
-    ConvertedLayer,
     hold_settings,
     library_class,
     no_plain_layer,
@@ -22,123 +21,8 @@ from retrofit.layers.converted_layer import (
 from retrofit.layers.forms import EstimatedTransform, Sets, constants_of
 from retrofit.layers.kernels.eager import Running, Strength
 from retrofit.layers.normality_norm import NoiseKind, Normalization, estimate, normalize
-from retrofit.layers.transforms import transformed
+from retrofit.layers.strength import UNIT, StrengthMixin, within_one
 from retrofit.utils.running import hooked
-
-_UNIT = 2.0**-40
-# of t squared: rounding of integers that are averaged stays below 1e-5; this is a spread of t of
-# 0.01
-_SPREAD = 1e-4
-
-
-class StrengthMixin(ConvertedLayer):
-    """A layer between its source layer (strength 0) and the target (strength 1).
-
-    The buffer `strength` holds t and its square as integers, (2,), in units of 2^-40. It is a
-    tensor so that changing t does not trigger recompilation. It holds integers because moving
-    averages of weights copy integers from the model but would let a float lag behind it for
-    thousands of steps. Some average integers too; the square then shows that different values of t
-    were averaged, and evaluation is refused.
-    """
-
-    # whether the layer evaluates in training too: see `retrofit.freeze_norms`
-    frozen: bool = False
-    _checked: tuple[int, int] | None = None
-
-    def _register_options(self, device: Any = None, *, strength: float = 1.0) -> None:
-        self._buffers["strength"] = strength_code(
-            check_strength(strength), device
-        )  # a property has the name
-
-    @property
-    def _code(self) -> Tensor:
-        code = self._buffers["strength"]
-        assert code is not None
-        return code
-
-    @property
-    def strength(self) -> Tensor:
-        """The strength t in [0, 1], a 0-dim float32 tensor; `set_strength` sets it.
-
-        Raises:
-            RuntimeError: In evaluation, if t is an average of different values.
-        """
-        return self._checked_code()[0].to(torch.float32) * _UNIT
-
-    def _checked_code(self) -> Tensor:
-        """Return the buffer that holds t, unless it is an average in evaluation."""
-        code = self._code
-        if not (self.training or code.is_meta or torch.compiler.is_compiling() or transformed()):
-            self._refuse_average()
-        return code
-
-    @property
-    def stored_strength(self) -> float:
-        """The strength t as stored, even if it is an average of different values."""
-        return float(self._code[0]) * _UNIT
-
-    def _refuse_average(self) -> None:
-        """Raise if t is an average; waits for a GPU only where t may have changed since the last
-        time.
-        """
-        code = self._code
-        seen = None if code.is_cpu or code.is_inference() else (id(code), code._version)
-        if seen is not None and seen == self._checked:
-            return
-        t, square = (value * _UNIT for value in code.detach().cpu().tolist())
-        if abs(square - t * t) > _SPREAD:
-            raise RuntimeError(
-                f"the strength of this layer, {t:.3g}, is an average over training: average weights without buffers "
-                "(use_buffers=False), or set it in the average (retrofit.set_strength)"
-            )
-        self._checked = seen
-
-    def channel_dims(self, x: Tensor) -> tuple[int, ...]:
-        """Return the dimensions of the input that share one value of gamma."""
-        return (0, *range(2, x.ndim))
-
-    def bakeable(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values nearest to `weight` and `bias` that `bake` can give the layer."""
-        return weight, bias
-
-    def bake(self, weight: Tensor, bias: Tensor) -> None:
-        """Set the layer to strength 0, where it then computes `weight` times its normalization,
-        plus `bias`.
-        """
-        layer: Any = self
-        self.set_strength(0.0)
-        layer.weight.copy_(weight.view_as(layer.weight))
-        layer.bias.copy_(bias.view_as(layer.bias))
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of the layer and its children; a frozen layer itself stays in evaluation
-        mode.
-        """
-        super().train(mode)
-        self.training = mode and not self.frozen
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_checked": None}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the source layer's checkpoint, which has no strength: that stays as it is."""
-        state_dict.setdefault(prefix + "strength", self._code.detach().clone())
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def extra_repr(self) -> str:
-        return ", ".join(
-            part for part in (super().extra_repr(), shown("strength", self.strength)) if part
-        )
-
-    def set_strength(self, strength: float) -> None:
-        """Set t in place.
-
-        Raises:
-            UsageError: If `strength` lies outside [0, 1].
-        """
-        with torch.no_grad():
-            self._code.copy_(strength_code(check_strength(strength), self._code.device))
 
 
 class NormalityMixin(StrengthMixin):
@@ -187,7 +71,7 @@ class NormalityMixin(StrengthMixin):
         """
         layer: Any = self
         spec = self._normalization(group, running)
-        return normalize(x, layer.weight, layer.bias, Strength(self._checked_code(), _UNIT), spec)
+        return normalize(x, layer.weight, layer.bias, Strength(self._checked_code(), UNIT), spec)
 
     def _normalization(
         self, group: ProcessGroup | None = None, running: Running | None = None
@@ -284,27 +168,7 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
     return {name: torch.cat(found) for name, found in values.items() if found}
 
 
-def shown(name: str, value: Tensor) -> str:
-    """Return "NAME=VALUE" of a 0-dim tensor; nothing where it has no value to show (meta, under a
-    trace).
-    """
-    return f"{name}={value.item():.3g}" if type(value) is Tensor and not value.is_meta else ""
-
-
-def strength_code(strength: float, device: Any = None) -> Tensor:
-    """Return the buffer that holds t = `strength`; see `StrengthMixin`."""
-    return torch.tensor([round(value / _UNIT) for value in (strength, strength**2)], device=device)
-
-
-def _within_one(name: str, meaning: str, value: float) -> float:
-    """Return `value` if it lies in [0, 1]."""
-    if not 0.0 <= value <= 1.0:
-        raise UsageError(f"{name} must lie in [0, 1], not {value}; {meaning}")
-    return float(value)
-
-
-check_strength = partial(_within_one, "strength", "0 is the source, 1 the paper's")
-check_alpha = partial(_within_one, "alpha", "0 is no transform, 1 the paper's")
+check_alpha = partial(within_one, "alpha", "0 is no transform, 1 the paper's")
 
 
 def check_noise(noise: float) -> float:

@@ -12,13 +12,14 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import NormalityMixin, StrengthMixin
+from retrofit.layers.base import NormalityMixin
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
 from retrofit.layers.forms import Sets, batch_sets
 from retrofit.layers.frozen_batch_norm import of_one_type, trained_affine
 from retrofit.layers.kernels.eager import Running
 from retrofit.layers.normality_norm import Statistics, apply_statistics
+from retrofit.layers.strength import StrengthMixin
 from retrofit.layers.transforms import transformed
 
 _SYNC = "call retrofit.sync_norms(model) in its place"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from retrofit.layers.base import StrengthMixin, shown
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import (
     _ThenActivate,
@@ -21,6 +20,7 @@ from retrofit.layers.forms import ConstantNorm, MigratedForm, channel_view
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise, fits
 from retrofit.layers.kernels.eager import compute_dtype
+from retrofit.layers.strength import StrengthMixin, shown
 from retrofit.layers.transforms import differentiable_once, needed, transformed
 
 

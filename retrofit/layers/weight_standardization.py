@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers.base import StrengthMixin
 from retrofit.layers.forms import constant_copy
 from retrofit.layers.kernels.eager import compute_dtype
+from retrofit.layers.strength import StrengthMixin
 
 
 class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):

@@ -22,6 +22,7 @@ from torch import nn
 
 from retrofit import __version__, surgery
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.layers.strength import common_strength, refuse_partial_state
 from retrofit.networks import contents, library
 from retrofit.networks.contents import SampledOutputs, checksum, fill, misfit, tensors_of
 from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
@@ -222,10 +223,12 @@ def save(
 
     Raises:
         RetrofitError: If the library does not build this network (the message names the first
-            difference), or the file cannot be written.
+            difference), its layers differ in strength because part of a state was loaded into
+            it, or the file cannot be written.
     """
     ensure_writable(path, force)
     model = unwrapped(model)
+    refuse_partial_state(model)
     record = record_of(model)
     if source == "own":
         source = library.class_source(model)
@@ -281,12 +284,6 @@ def save(
             raise RetrofitError(
                 f"cannot write {path} ({why}); free space or choose another place"
             ) from error
-
-
-def common_strength(model: nn.Module) -> float | None:
-    """Return the strength of all converted layers; None if there are none, or they differ."""
-    strengths = {float(layer.strength) for layer in surgery.strength_layers(model)}
-    return strengths.pop() if len(strengths) == 1 else None
 
 
 def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:

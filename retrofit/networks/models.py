@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.layers.strength import common_strength
 from retrofit.networks import artifact
 from retrofit.networks.checkpoint import Match, load_into, read_checkpoint
 from retrofit.networks.library import (
@@ -20,11 +21,10 @@ from retrofit.networks.library import (
     with_options,
 )
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
-from retrofit.surgery import plans_of, strength_layers
+from retrofit.surgery import plans_of
 from retrofit.utils.text import plural, printable, shortlist
 
 # of a strength that someone has set
-_DIGITS = 4
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Network:
         """What it is, as JSON values: `model`, `target` (what it was converted to last), `strength`
         and `weights`.
         """
-        plans, strength = plans_of(self.model), artifact.common_strength(self.model)
+        plans, strength = plans_of(self.model), common_strength(self.model)
         target = plans[-1].to if plans else None
         return {
             "model": self.source.name,
@@ -70,35 +70,6 @@ class Network:
             "strength": strength,
             "weights": self.weights,
         }
-
-
-def strength_sentence(model: nn.Module) -> str | None:
-    """Say how far a network is on its way from its source to its target; None if no layer has a
-    strength.
-    """
-    values = [float(layer.strength) for layer in strength_layers(model)]
-    if not values:
-        return None
-    low, high = min(values), max(values)
-    span = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-    return f"strength: {span} in {plural(len(values), 'converted layer')} (0 is the source, 1 the target)"
-
-
-def odd_strengths(model: nn.Module) -> str | None:
-    """Say that layers stand at a strength that looks like no one's choice; None if none does.
-
-    torch's averages of weights average every buffer, if asked to, and so the strength: after 50
-    steps of a ramp to 1 with decay 0.98 it stands at 0.36, and the average would evaluate as other
-    layers than its model's.
-    """
-    strengths = [layer.stored_strength for layer in strength_layers(model)]
-    if not (odd := sorted({t for t in strengths if abs(t - round(t, _DIGITS)) > 1e-6})):
-        return None
-    where = f"{odd[0]:.4f}" if len(odd) == 1 else f"{odd[0]:.4f} to {odd[-1]:.4f}"
-    return (
-        f"layers stand at strength {where}, as an average of weights or a walk that was stopped leaves them; if it is "
-        "an average, give it its network's strength (retrofit.set_strength) and save it again"
-    )
 
 
 def weights_sentence(weights: Mapping[str, Any]) -> str:

@@ -3,15 +3,9 @@
 from importlib import import_module
 
 from retrofit.conversion_options import CONVERTERS, FAMILIES
+from retrofit.layers.strength import set_strength, strength_layers, strength_of
 from retrofit.surgery.conversion import CheckError, convert
-from retrofit.surgery.execute import (
-    apply,
-    plans_of,
-    replay,
-    set_strength,
-    strength_layers,
-    strength_of,
-)
+from retrofit.surgery.execute import apply, plans_of, replay
 from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
 from retrofit.surgery.planning import TARGETS, converter_for, plan
 

@@ -12,9 +12,9 @@ from retrofit.compare import Reference
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.layers.base import check_strength
+from retrofit.layers.strength import check_strength, strength_layers
 from retrofit.record import set_record
-from retrofit.surgery.execute import apply, strength_layers, unchanged_on_failure
+from retrofit.surgery.execute import apply, unchanged_on_failure
 from retrofit.surgery.families import NormLayer, find_norms, functional_norms
 from retrofit.surgery.plan_and_report import LayerRow, Report
 from retrofit.surgery.planning import Patterns, converter_for, network_in, plan_and_sites

@@ -1,4 +1,4 @@
-"""Carry out a plan on a network, whole or not at all, and set the strength of what it converted."""
+"""Carry out a plan on a network, whole or not at all."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,8 @@ from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Sites
-from retrofit.layers import FrozenBatchNorm, ProxyNorm, StrengthMixin
+from retrofit.layers import FrozenBatchNorm, ProxyNorm
+from retrofit.layers.strength import strength_layers
 from retrofit.record import record_of, set_record
 from retrofit.surgery.families import find_norms
 from retrofit.surgery.plan_and_report import Plan, Report
@@ -201,51 +202,3 @@ def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
     for plan in plans:
         model, _ = apply(plan, model)
     return model
-
-
-def set_strength(model: nn.Module, strength: float) -> int:
-    """Set the strength of every converted layer of `model`: 0 is the source, 1 the target.
-
-    All layers get the same strength, even if the network was converted in several steps. To set
-    only some, pass the part of the network that contains them (`retrofit.set_strength(model.layer4,
-    0.5)`).
-
-    Args:
-        model: A converted network, or a part of one.
-        strength: The strength t, in [0, 1].
-
-    Returns:
-        The number of layers set.
-
-    Raises:
-        UsageError: If `strength` lies outside [0, 1].
-        RetrofitError: If the model has no converted layer with a strength.
-    """
-    converted = strength_layers(model)
-    if not converted:
-        raise RetrofitError(
-            "the model holds no converted layer that has a strength; convert it first"
-        )
-    for module in converted:
-        module.set_strength(strength)
-    return len(converted)
-
-
-def strength_layers(model: nn.Module) -> list[StrengthMixin]:
-    """Return the layers of `model` that have a strength, each once."""
-    return [module for module in model.modules() if isinstance(module, StrengthMixin)]
-
-
-def strength_of(model: nn.Module) -> float | None:
-    """Return the strength of `model`'s converted layers; None if no layer has one, or they are on
-    the meta device.
-
-    Raises:
-        RetrofitError: If the layers differ in strength.
-    """
-    values = {layer.strength.item() for layer in strength_layers(model) if not layer._code.is_meta}
-    if len(values) > 1:
-        raise RetrofitError(
-            f"the converted layers differ in strength ({min(values)} to {max(values)}); set_strength first"
-        )
-    return values.pop() if values else None

@@ -178,14 +178,33 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     return NormLayer(name, module, kind, family, "unsupported", reason)
 
 
+_TENSORS = ("weight", "bias", "running_mean", "running_var")
+
+
+def _narrow_numbers(module: nn.Module) -> str:
+    """Say that a layer holds numbers that torch stores and does not compute with; empty if not."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if (
+            name in _TENSORS
+            and isinstance(tensor, Tensor)
+            and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+        ):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            return (
+                f"its {name} is {kind}, in which torch computes nothing; convert in float32 first"
+            )
+    return ""
+
+
 def _why_not_as_its_class(module: nn.Module) -> str:
     """Why a module may not compute what its class does, or not by its own tensors; empty if it
     does.
     """
     if "forward" in vars(module):
         return "its forward was replaced on the instance, so that it may compute something else"
-    tensors = ("weight", "bias", "running_mean", "running_var")
-    computed = [name for name in tensors if isinstance(vars(module).get(name), Tensor)]
+    if problem := _narrow_numbers(module):
+        return problem
+    computed = [name for name in _TENSORS if isinstance(vars(module).get(name), Tensor)]
     computed += getattr(module, "parametrizations", {})
     if not computed:
         return ""

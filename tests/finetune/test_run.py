@@ -26,11 +26,10 @@ from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe, load_recipe
 from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.finetune.run_state import load_state
-from retrofit.layers.base import strength_code
+from retrofit.layers.strength import strength_code, strength_layers
 from retrofit.networks import artifact
 from retrofit.networks.models import open_model
 from retrofit.record import record_of
-from retrofit.surgery import strength_layers
 from tests.finetune.conftest import DRAW, SMALL, Listener, Train, assert_same, small_network
 from tests.networks.conftest import HALF
 

@@ -23,8 +23,9 @@ from torchvision.models import WeightsEnum
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.layers.strength import odd_strengths
 from retrofit.networks import artifact, models
-from retrofit.networks.models import odd_strengths, open_model, weights_sentence
+from retrofit.networks.models import open_model, weights_sentence
 from retrofit.record import ModelSource
 from tests.finetune.conftest import small_network
 from tests.networks.conftest import assert_same_answers, refused
