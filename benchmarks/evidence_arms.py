@@ -16,7 +16,7 @@ import retrofit
 from retrofit.finetune import StrengthSchedule
 from retrofit.finetune.strength_schedule import Shape
 from retrofit.layers import MigratedGroupNorm
-from retrofit.surgery.execute import strength_layers
+from retrofit.surgery import strength_layers
 
 
 @dataclass(frozen=True)
