@@ -3,6 +3,7 @@ from .errors import RetrofitError, UsageError
 from .export import export_onnx, fold
 from .export.bake import bake
 from .finetune.statistics import freeze_norms, recentre, sync_norms, update_bn
+from .layers.norms import NORMS
 from .networks.artifact import load, save
 from .networks.hub import push_to_hub, save_for_hub
 from .surgery import convert, plan, set_strength, strength_of
@@ -10,6 +11,7 @@ from .surgery.plain import plain
 
 __version__: str
 __all__ = [
+    "NORMS",
     "RetrofitError",
     "UsageError",
     "__version__",

@@ -56,6 +56,7 @@ class EpsOfNoBatchNorm:
         )
 
     __float__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
     @classmethod
     def __torch_function__(

@@ -14,6 +14,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers.strength import check_strength, strength_layers
 from retrofit.record import set_record
+from retrofit.surgery.bypassed import refuse_bypassed
 from retrofit.surgery.execute import apply, unchanged_on_failure
 from retrofit.surgery.families import NormLayer, find_norms, functional_norms
 from retrofit.surgery.plan_and_report import LayerRow, Report
@@ -82,8 +83,9 @@ def convert(
 
     Raises:
         UsageError: As for `plan`, or for a strength out of range.
-        RetrofitError: As for `plan`, or if the check fails, or the network does not accept the
-            given `inputs` or `input_size`. The model is then unchanged.
+        RetrofitError: As for `plan`, or if the check fails, the network evaluates with the tensors
+            of a layer that it does not call, or does not accept the given `inputs` or `input_size`.
+            The model is then unchanged.
     """
     converter = converter_for(to)
     if strength is not None and not converter.has_strength:
@@ -124,6 +126,11 @@ def convert(
             None if images is None else Reference(network, [Call((batch,)) for batch in images])
         )
         converted, report = apply(decisions, network, sites)
+        if reference is not None:
+            labels = {row.name: row.source for row in decisions.converted}
+            uncalled_layers = {name: labels[name] for name in labels if not reference.shapes[name]}
+            if uncalled_layers:
+                refuse_bypassed(converted, reference.calls[0], uncalled_layers)
         if check:
             report = _checked(report, converted, reference, reason, converter.identity)
         new = [layer for layer in strength_layers(converted) if layer not in earlier]

@@ -237,6 +237,64 @@ def test_only_what_is_no_affine_map_refuses_to_fuse(to: str) -> None:
     torch.testing.assert_close(model(x), expected)
 
 
+class Bypassing(nn.Module):
+    """Calls its norm in training alone; in evaluation it computes BatchNorm by itself."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.bn = nn.BatchNorm2d(8)
+        self.by_hand = by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bn = self.first(x), self.bn
+        if self.training:
+            return bn(x)
+        if not self.by_hand:
+            statistics = bn.running_mean, bn.running_var
+            return functional.batch_norm(x, *statistics, bn.weight, bn.bias, eps=bn.eps)
+        scale = bn.weight * (bn.running_var + bn.eps).rsqrt()
+        shift = bn.bias - bn.running_mean * scale
+        return x * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("to", ["bnn", "dbn", "ln", "evonorm-s0"])
+def test_a_network_that_evaluates_without_calling_its_norm_is_refused(
+    to: str, by_hand: bool
+) -> None:
+    model = Bypassing(by_hand)
+    with pytest.raises(
+        RetrofitError, match=r"tensors of bn and .* this code takes \w+ for a Batch"
+    ):
+        retrofit.convert(model, to, input_size=SIZE, check=False)
+    assert type(model.bn) is nn.BatchNorm2d
+    retrofit.convert(model, to, skip="^bn", input_size=SIZE)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_constants_may_be_read_in_place_of_calling_their_layer(by_hand: bool) -> None:
+    model, _ = retrofit.convert(Bypassing(by_hand), "frozen", input_size=SIZE)
+    x = torch.randn(2, *SIZE)
+    torch.testing.assert_close(model.eval()(x), model.train()(x))
+
+
+def test_the_eps_of_a_layer_above_strength_0_is_refused_by_functions() -> None:
+    """Where the network could not be run, nothing else sees that it goes past its layer."""
+    bn = retrofit.layers.BatchNormalNorm2d(8).eval()
+    with pytest.raises(RetrofitError, match="this code takes BatchNormalNorm2d for a BatchNorm"):
+        functional.batch_norm(torch.randn(2, 8, 4, 4), bn.running_mean, bn.running_var, eps=bn.eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("to", ["frozen", "ln", "bnn", "evonorm-s0"])
+def test_numbers_in_which_torch_computes_nothing_are_named(to: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8).to(dtype), nn.ReLU())
+    kind = str(dtype).removeprefix("torch.")
+    with pytest.raises(RetrofitError, match=f"its weight is {kind}, in which torch computes"):
+        retrofit.convert(model, to, input_size=SIZE)
+
+
 class Functional(nn.Module):  # normalization without layers
     def __init__(self) -> None:
         super().__init__()
