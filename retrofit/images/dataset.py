@@ -9,6 +9,7 @@ error.
 
 import os
 import signal
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,20 +26,24 @@ from torch.utils.data import DataLoader, Subset
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.image_files import ADVICE, ImageFiles
 from retrofit.record import Preprocess
+from retrofit.utils.files import ensure_readable, read_text
 from retrofit.utils.text import one_line, plural, shortlist, shown
 
 FileName = str | os.PathLike[str]
 Matched = Literal["class map", "labels", "order"]
 
-# of one part, to timm
+# Names of one part, to timm.
 _TRAIN_NAMES = ("train", "training")
 TO_VALIDATE = ("val", "valid", "validation", "eval", "evaluation")
 _PARTS = (*_TRAIN_NAMES, *TO_VALIDATE, "test", "testing")
-# datasets whose parts are sub-folders
+# Datasets whose parts are sub-folders.
 _FOLDERS = ("", "torch/folder", "torch/image_folder")
 # torchvision checks the names of these itself; of all others it gives the test images for any word
 # but "train".
 _OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
+_CLASS_MAP_ADVICE = "give a .txt file with one class name a line"
+# ImageNet-22k's names take less than one.
+_CLASS_MAP_BYTES = 16 * 2**20
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -49,9 +54,9 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
     the target -1 - index; `unreadable` turns such a target back into a file name.
     """
 
-    # timm's create_loader sets it
+    # timm's create_loader sets it.
     transform: Callable[[Image.Image], Any]
-    # as torchvision's datasets have it
+    # As torchvision's datasets have it.
     target_transform: Callable[[int], int] | None = None
 
     def __init__(self, reader: Any, mode: str) -> None:
@@ -63,15 +68,23 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         try:
-            file, target = self._reader[index][:2]
-            with file, file if isinstance(file, Image.Image) else Image.open(file) as image:
-                pixels = _in_8_bits(image).convert(self._mode)
-        # Pillow's decoders raise almost anything on a damaged file
+            image, target = self._decoded(index)
+        # Pillow's decoders raise almost anything on a damaged file.
         except Exception:
-            return self.transform(Image.new(self._mode, (256, 256))), -1 - index
-        return self.transform(pixels), int(
-            target if self.target_transform is None else self.target_transform(target)
-        )
+            blank = Image.new(self._mode, (256, 256))
+            return self.transform(blank), -1 - index
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+        return self.transform(image), int(target)
+
+    def _decoded(self, index: int) -> tuple[Image.Image, int]:
+        file, target = self._reader[index][:2]
+        with file, warnings.catch_warnings():
+            # An image beyond Pillow's limit is an error, and listed; one beyond half of it is not.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = file if isinstance(file, Image.Image) else Image.open(file)
+            with image:
+                return _in_8_bits(image).convert(self._mode), target
 
     def unreadable(self, target: int) -> str:
         """Return the name of the file behind a negative target."""
@@ -79,13 +92,15 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16 bits a pixel to 8, which Pillow would cut off at 255; raise ValueError if the range
-    is unknown.
+    """Scale 16 bits a pixel to 8, which Pillow would cut off at 255.
+
+    Raises:
+        ValueError: If the range of the pixels is unknown.
     """
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return Image.fromarray(
-            ((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8)
-        )
+    holds_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
+    if image.mode.startswith("I;16") or holds_16_bits:
+        pixels = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((pixels + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range")
     return image
@@ -101,11 +116,13 @@ def _digits(training: bool) -> list[tuple[Image.Image, int]]:
     from sklearn.model_selection import train_test_split
 
     images, targets = load_digits(return_X_y=True)
-    parts = train_test_split(images, targets, test_size=0.2, random_state=0, stratify=targets)
-    pixels, targets = parts[0 if training else 1], parts[2 if training else 3]
-    pixels = (pixels.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+    rows = train_test_split(
+        np.arange(len(targets)), test_size=0.2, random_state=0, stratify=targets
+    )[0 if training else 1]
+    pixels = (images[rows].reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
     return [
-        (Image.fromarray(image), int(target)) for image, target in zip(pixels, targets, strict=True)
+        (Image.fromarray(image), int(target))
+        for image, target in zip(pixels, targets[rows], strict=True)
     ]
 
 
@@ -113,30 +130,26 @@ def _digits(training: bool) -> list[tuple[Image.Image, int]]:
 class ImageData:
     """Labelled images, and what is known about their classes; None is unknown."""
 
-    # a dataset for timm's `create_loader`, still without a transform
+    # A dataset for timm's `create_loader`, still without a transform.
     images: Any
-    # how many the data has
+    # How many the data has.
     classes: int | None = None
-    # how many a model needs for the targets
+    # How many a model needs for the targets.
     outputs: int | None = None
-    # what gave the classes their outputs: a class map, the model's own labels, their order
+    # What gave the classes their outputs: a class map, the model's own labels, their order.
     matched: Matched = "order"
-    names: tuple[str, ...] | None = (
-        # of the data's classes by target, or with a class map the map's
-        None
-    )
-    # sentences for the user
+    # Of the data's classes by target, or with a class map the map's.
+    names: tuple[str, ...] | None = None
+    # Sentences for the user.
     notes: tuple[str, ...] = ()
 
     def contradicts(self, labels: Sequence[str] | None) -> bool:
         """Whether classes were matched to outputs by order alone, and a model's `labels` are other
         names.
         """
-        return (
-            self.matched == "order"
-            and None not in (labels, self.names)
-            and tuple(labels or ()) != self.names
-        )
+        if self.matched != "order" or labels is None or self.names is None:
+            return False
+        return tuple(labels) != self.names
 
     def doubt(self, outputs: int | None, labels: Sequence[str] | None) -> str:
         """Say why the data's classes, in their order, may not be a model's outputs; empty if they
@@ -145,9 +158,11 @@ class ImageData:
         if self.matched != "order" or self.classes is None:
             return ""
         if self.classes != outputs:
-            problem = f"the data has {plural(self.classes, 'class')} and the model {plural(outputs or 0, 'output')}"
+            counts = plural(self.classes, "class"), plural(outputs or 0, "output")
+            problem = "the data has {} and the model {}".format(*counts)
         elif self.contradicts(labels):
-            problem = f"the data's classes ({shortlist(self.names or ())}) are not what the model calls its outputs"
+            classes = shortlist(self.names or ())
+            problem = f"the data's classes ({classes}) are not what the model calls its outputs"
         else:
             return ""
         return f"{problem}: the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
@@ -155,29 +170,37 @@ class ImageData:
     def mapped(
         self, class_map: FileName | None = None, labels: Sequence[str] | None = None
     ) -> "ImageData":
-        """Return the data with targets by a class map, or by labels if these hold every class, as
-        for `open_images`.
+        """Return the data with targets by a class map, or by labels if these hold every class.
+
+        Args:
+            class_map: As for `open_images`.
+            labels: As for `open_images`.
+
+        Raises:
+            RetrofitError: If the class map cannot be read or lacks classes of the data.
         """
         if self.names is None:
             return self
-        matched: Matched
         if class_map is not None:
-            outputs, matched = _read_class_map(class_map), "class map"
-            names = tuple(sorted(outputs, key=outputs.__getitem__))
-            if lacking := [name for name in self.names if name not in outputs]:
-                what = f"{len(lacking)} of the data's {plural(len(self.names), 'class')} are not in {class_map}"
+            outputs = _read_class_map(class_map)
+            lacking = [name for name in self.names if name not in outputs]
+            if lacking:
+                classes = plural(len(self.names), "class")
                 raise RetrofitError(
-                    f"{what} ({shortlist(lacking)}); use the class map that names the data's folders"
+                    f"{len(lacking)} of the data's {classes} are not in {class_map} "
+                    f"({shortlist(lacking)}); use the class map that names the data's folders"
                 )
-        elif labels and set(self.names) <= set(labels):
-            outputs, matched, names = (
-                {name: list(labels).index(name) for name in self.names},
-                "labels",
-                self.names,
-            )
-        else:
-            return self
-        targets = [outputs[name] for name in self.names]
+            in_order = sorted(outputs, key=outputs.__getitem__)
+            return self._with_outputs(outputs, "class map", tuple(in_order))
+        if labels and set(self.names) <= set(labels):
+            outputs = {name: list(labels).index(name) for name in self.names}
+            return self._with_outputs(outputs, "labels", self.names)
+        return self
+
+    def _with_outputs(
+        self, outputs: dict[str, int], matched: Matched, names: tuple[str, ...]
+    ) -> "ImageData":
+        targets = [outputs[name] for name in self.names or ()]
         self.images.target_transform = targets.__getitem__
         return replace(self, outputs=max(targets) + 1, matched=matched, names=names)
 
@@ -186,11 +209,12 @@ def _part_folder(data_dir: FileName, split: str) -> Path | None:
     """Return the sub-folder of a part, or the folder itself for "."; None if there is none."""
     if split == ".":
         return Path(data_dir)
-    names = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
-    return next(
-        (Path(data_dir) / name for name in (split, *names) if (Path(data_dir) / name).is_dir()),
-        None,
-    )
+    names = [split]
+    for same_part in (_TRAIN_NAMES, TO_VALIDATE):
+        if split in same_part:
+            names += same_part
+    folders = [Path(data_dir) / name for name in names]
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def has_part(data_dir: FileName | None, dataset: str, split: str) -> bool:
@@ -213,12 +237,15 @@ def parts_in(data_dir: FileName | None) -> list[str]:
     """
     if data_dir is None or not Path(data_dir).is_dir():
         return []
-    parts = [
-        folder
+    return sorted(
+        folder.name
         for folder in Path(data_dir).iterdir()
-        if folder.name.lower() in _PARTS and folder.is_dir()
-    ]
-    return sorted(part.name for part in parts if any(entry.is_dir() for entry in part.iterdir()))
+        if folder.name.lower() in _PARTS and _holds_folders(folder)
+    )
+
+
+def _holds_folders(path: Path) -> bool:
+    return path.is_dir() and any(entry.is_dir() for entry in path.iterdir())
 
 
 def open_images(
@@ -230,13 +257,22 @@ def open_images(
     labels: Sequence[str] | None = None,
     channels: int = 3,
 ) -> ImageData:
-    """Open labelled images: of a folder or .tar, of a dataset that timm names ("torch/cifar10",
-    ...), or the "digits".
+    """Open labelled images.
 
-    `split` is a part: of a folder a sub-folder, or "." for all of it; a folder without parts needs
-    none. `class_map` is a file with one class name a line, in the order of the model's outputs (or
-    timm's .pkl of a dict); `labels`, the model's own class names, stand in for it if every class of
-    the data is among them.
+    Args:
+        data_dir: A folder or .tar, or the folder of a named dataset.
+        dataset: A dataset that timm names ("torch/cifar10", ...), or "digits".
+        split: A part: of a folder a sub-folder, or "." for all of it; a folder without parts needs
+            none.
+        class_map: A file with one class name a line, in the order of the model's outputs, or timm's
+            .pkl of a dict.
+        labels: The model's own class names, which stand in for a class map if every class of the
+            data is among them.
+        channels: Channels of the images, 3 or 1.
+
+    Raises:
+        UsageError: If the arguments contradict each other, or the data has no such part.
+        RetrofitError: If there is no image, or the data or the class map cannot be read.
     """
     if channels not in (1, 3):
         advice = "build it with `in_chans=3` or `in_chans=1`"
@@ -252,16 +288,21 @@ def open_images(
     _check_part(data_dir, dataset, split)
     mode = "RGB" if channels == 3 else "L"
     if dataset == "digits":
-        data = _of_classes(LabelledImages(_digits(split in _TRAIN_NAMES), mode), "0123456789")
+        images = LabelledImages(_digits(split in _TRAIN_NAMES), mode)
+        data = _of_classes(images, "0123456789")
     elif dataset.lower() in _FOLDERS and data_dir is not None:
-        files = ImageFiles(_part_folder(data_dir, split) or Path(data_dir), topmost=bool(dataset))
-        notes = (
-            (f"no image in {shortlist(files.empty)}: no class of its own",) if files.empty else ()
-        )
-        data = _of_classes(LabelledImages(files, mode), files.classes, notes)
+        data = _of_files(data_dir, split, mode, topmost=bool(dataset))
     else:
         data = _named(data_dir, dataset, split, mode, class_map)
     return data.mapped(class_map, labels)
+
+
+def _of_files(data_dir: FileName, split: str, mode: str, topmost: bool) -> ImageData:
+    files = ImageFiles(_part_folder(data_dir, split) or Path(data_dir), topmost=topmost)
+    notes: tuple[str, ...] = ()
+    if files.empty:
+        notes = (f"no image in {shortlist(files.empty)}: no class of its own",)
+    return _of_classes(LabelledImages(files, mode), files.classes, notes)
 
 
 def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()) -> ImageData:
@@ -274,22 +315,23 @@ def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
     """
     if has_part(data_dir, dataset, split):
         return
-    # the default: a folder without parts is read as it is
+    # The default: a folder without parts is read as it is.
     if split == "validation":
-        if parts := parts_in(data_dir):
-            what = f"{data_dir} has no part to validate on, but {shortlist(parts)}"
+        parts = parts_in(data_dir)
+        if parts:
             raise UsageError(
-                f"{what}; give `split` one of these names, or `split='.'` for all of it"
+                f"{data_dir} has no part to validate on, but {shortlist(parts)}; "
+                "give `split` one of these names, or `split='.'` for all of it"
             )
-    elif (
-        Path(str(data_dir)).is_dir() or split not in _PARTS
-    ):  # a tar is one part, whatever it is called
-        others = (
-            "the name of a sub-folder, or leave it out"
-            if dataset.lower() in _FOLDERS
-            else "train or validation"
-        )
-        raise UsageError(f"the data has no part {shown(split)}; give `split` {others}")
+        return
+    # A tar is one part, whatever it is called.
+    is_folder = Path(str(data_dir)).is_dir()
+    if not is_folder and split in _PARTS:
+        return
+    others = "train or validation"
+    if dataset.lower() in _FOLDERS:
+        others = "the name of a sub-folder, or leave it out"
+    raise UsageError(f"the data has no part {shown(split)}; give `split` {others}")
 
 
 def _named(
@@ -300,16 +342,14 @@ def _named(
     mapped = {} if class_map is None else {"class_map": _read_class_map(class_map)}
     try:
         images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
-    except (
-        Exception
-        # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
-    ) as error:
+    # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
+    except Exception as error:
         raise RetrofitError(
             f"no images found in {data_dir or dataset} ({one_line(error)}); {ADVICE}"
         ) from error
     if isinstance(images, ImageDataset):
         return ImageData(LabelledImages(images.reader, mode))
-    # torchvision's
+    # torchvision's.
     classes = getattr(images, "classes", None)
     if isinstance(classes, list | tuple):
         return _of_classes(images, [str(name) for name in classes])
@@ -320,29 +360,36 @@ def _named(
 
 def _read_class_map(class_map: FileName) -> dict[str, int]:
     """Return the model's output for each class name of a class map's file: 0 to n - 1, each once."""
-    path = Path(class_map)
-    try:
-        if (
-            path.suffix.lower() == ".txt"
-        ):  # of a name that comes twice, timm's reader keeps the last
-            lines = path.read_text(encoding="utf-8").rstrip().split("\n")
-            pairs = [(line.strip(), number) for number, line in enumerate(lines)]
-        else:
-            pairs = list(load_class_map(str(path)).items())
-    except Exception as error:
-        what = f"cannot read the class map {class_map} ({one_line(error)})"
-        raise RetrofitError(f"{what}; give a .txt file with one class name a line") from error
+    pairs = _class_map_entries(Path(class_map))
     outputs: dict[str, int] = {}
     free = set(range(len(pairs)))
     for name, index in pairs or [("", 0)]:
         if name == "" or name in outputs or type(index) is not int or index not in free:
-            what = f"the class map {class_map} is not one to one, with output {shown(index)} for {shown(name)}"
+            last = max(len(pairs) - 1, 0)
             raise RetrofitError(
-                f"{what}; give each output, from 0 to {max(len(pairs) - 1, 0)}, one name of its own"
+                f"the class map {class_map} is not one to one, with output {shown(index)} for "
+                f"{shown(name)}; give each output, from 0 to {last}, one name of its own"
             )
         outputs[name] = index
         free.discard(index)
     return outputs
+
+
+def _class_map_entries(path: Path) -> list[tuple[Any, Any]]:
+    """Return the names and outputs of a class map as they stand in the file."""
+    limits: dict[str, Any] = {"most": _CLASS_MAP_BYTES, "advice": _CLASS_MAP_ADVICE}
+    # Of a name that comes twice, timm's reader of text keeps the last.
+    if path.suffix.lower() == ".txt":
+        lines = read_text(path, "class map", **limits).rstrip().split("\n")
+        return [(line.strip(), number) for number, line in enumerate(lines)]
+    ensure_readable(path, "class map", **limits)
+    try:
+        return list(load_class_map(str(path)).items())
+    # timm asserts, and pickle raises anything on a damaged file.
+    except Exception as error:
+        raise RetrofitError(
+            f"cannot read the class map {path} ({one_line(error)}); {_CLASS_MAP_ADVICE}"
+        ) from error
 
 
 def sample_loader(
@@ -352,37 +399,50 @@ def sample_loader(
     batch_size: int = 32,
     labelled: bool = True,
 ) -> DataLoader[Any]:
-    """Return a loader of at most `images` images, spread evenly over a set, which reads a batch
-    when asked for it.
+    """Return a loader of images spread evenly over a set, which reads a batch when asked for it.
 
-    A batch is (pixels, targets): (N, C, H, W), as a model takes them, and (N,), or None unless
-    `labelled`. An image that cannot be read is a RetrofitError. The images of `data` are given
-    their transform.
+    Args:
+        data: The set, whose images are given their transform.
+        preprocess: How a model takes its images.
+        images: The most images to read.
+        batch_size: Images in a batch.
+        labelled: Whether batches hold targets.
+
+    Returns:
+        A loader of batches (pixels, targets): (N, C, H, W), as a model takes them, and (N,), or
+        None unless `labelled`. An image that cannot be read is a RetrofitError.
     """
 
     def batch(samples: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor | None]:
         pixels, targets = zip(*samples, strict=True)
-        if (lowest := min(targets)) < 0:
+        lowest = min(targets)
+        if lowest < 0:
             raise RetrofitError(f"cannot read {data.images.unreadable(lowest)}; remove it")
         return torch.stack(pixels), torch.tensor(targets, device="cpu") if labelled else None
 
     data.images.transform = create_transform(**preprocess.to_dict())
     count = min(images, len(data.images))
     rows = [row * len(data.images) // count for row in range(count)]
-    own_random = torch.Generator(
-        torch.get_default_device()
-    )  # a loader draws a number even without workers
-    return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=own_random)
+    # A loader draws a number even without workers: not from the user's generator.
+    generator = torch.Generator(torch.get_default_device())
+    return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=generator)
 
 
 def sample_batches(
     data_dir: FileName, preprocess: Preprocess, images: int = 128, batch_size: int = 32
 ) -> list[Tensor]:
-    """Read at most `images` images, spread evenly over a folder or tar, as batches (N, C, H, W)
-    that a model takes.
+    """Read images spread evenly over a folder or tar, as batches (N, C, H, W) that a model takes.
 
-    Of a folder, a part to validate on is taken if there is one; classes do not matter. A
-    RetrofitError says if there is no image, or which one cannot be read.
+    Of a folder, a part to validate on is taken if there is one; classes do not matter.
+
+    Args:
+        data_dir: The folder or tar.
+        preprocess: How a model takes its images.
+        images: The most images to read.
+        batch_size: Images in a batch.
+
+    Raises:
+        RetrofitError: If there is no image, or one cannot be read.
     """
     split = "validation" if has_part(data_dir, "", "validation") else "."
     data = open_images(data_dir, split=split, channels=preprocess.input_size[0])

@@ -9,53 +9,59 @@ from pathlib import Path
 from typing import IO, Any
 
 from retrofit.errors import RetrofitError
-from retrofit.utils.text import printable
+from retrofit.utils.files import open_file
+from retrofit.utils.text import one_line, printable
 
 # What people call images. Those that Pillow cannot read are listed as unreadable: none is dropped.
+# fmt: off
 _SUFFIXES = (
-    *(
-        ".avif",
-        ".bmp",
-        ".dib",
-        ".gif",
-        ".heic",
-        ".heif",
-        ".j2k",
-        ".jfif",
-        ".jp2",
-        ".jpe",
-        ".jpeg",
-        ".jpg",
-        ".jxl",
-    ),
-    *(".pbm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"),
+    ".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
+    ".jpg", ".jxl", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff",
+    ".webp",
 )
+# fmt: on
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 # gzip, bzip2, xz, zstd
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+# Folders below the root, and tars inside a tar: far more than data has, far fewer than Python's
+# recursion limit.
+_DEEPEST_FOLDER = 100
+_DEEPEST_TAR = 16
 ADVICE = "give a folder or tar with a folder per class"
 
-# offset and size in a file
+# Offset and size in a file.
 Place = tuple[int, int]
 _WHOLE: Place = (0, -1)
+# Of an image in a tar that is no plain file: it is listed as unreadable.
+_EMPTY: Place = (0, 0)
 
 
 class ImageFiles:
-    """Images below a folder, or inside a tar and the tars in it, in natural order; their folders
-    are the classes.
+    """Images below a folder, or inside a tar and the tars in it, in natural order.
 
-    With `topmost` the topmost folder is the class, as for torchvision's ImageFolder, and not the
-    innermost; images of no folder are then left out. A RetrofitError says that a folder or the tar
-    cannot be read, that two paths lead to one folder, so that its images would count twice, or that
-    there is no image.
+    Their folders are the classes.
+
+    Args:
+        root: The folder or tar.
+        topmost: Whether the topmost folder is the class, as for torchvision's ImageFolder, and not
+            the innermost; images of no folder are then left out.
+
+    Raises:
+        RetrofitError: If a folder or the tar cannot be read, two paths lead to one folder, so that
+            its images would count twice, or there is no image.
     """
 
     def __init__(self, root: Path, *, topmost: bool = False) -> None:
-        self.root, self._packed = str(root), not root.is_dir()
-        names, empty = ([], []) if self._packed else _in_folder(root)
-        # folders without an image, which are no classes
-        self.empty = tuple(empty)
-        places = dict(_in_tar(root)) if self._packed else dict.fromkeys(names, _WHOLE)
+        self.root = str(root)
+        self._packed = not root.is_dir()
+        # Folders without an image, which are no classes.
+        self.empty: tuple[str, ...] = ()
+        if self._packed:
+            places = dict(_in_tar(root))
+        else:
+            names, empty = _in_folder(root)
+            places = dict.fromkeys(names, _WHOLE)
+            self.empty = tuple(empty)
         if topmost:
             places = {name: place for name, place in places.items() if "/" in name}
         if not places:
@@ -64,12 +70,10 @@ class ImageFiles:
             )
         self._names = sorted(places, key=_natural)
         self._places = [places[name] for name in self._names]
-        labels = [
-            name.split("/")[0] if topmost else os.path.basename(os.path.dirname(name))
-            for name in self._names
-        ]
+        class_of = _topmost_folder if topmost else _innermost_folder
         order: Callable[[str], Any] = str if topmost else _natural
-        # in the order of the targets
+        labels = [class_of(name) for name in self._names]
+        # In the order of the targets.
         self.classes = sorted(set(labels), key=order)
         number = {name: index for index, name in enumerate(self.classes)}
         self._targets = [number[label] for label in labels]
@@ -78,17 +82,17 @@ class ImageFiles:
         return len(self._names)
 
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
-        """Return an image's bytes and its target; an OSError if it is not a regular file, or cannot
-        be read.
+        """Return an image's bytes and its target.
 
         Nothing is kept open: processes that share an open file would move each other's place in it.
+
+        Raises:
+            RetrofitError: If the image is not a regular file, or cannot be opened.
+            OSError: If it cannot be read.
         """
         path = self.root if self._packed else os.path.join(self.root, self._names[index])
-        # opening a pipe would wait for ever
-        if not os.path.isfile(path):
-            raise OSError(f"{path} is not a regular file")
         offset, size = self._places[index]
-        with open(path, "rb") as file:
+        with open_file(path, "image") as file:
             file.seek(offset)
             return io.BytesIO(file.read(size)), self._targets[index]
 
@@ -97,24 +101,31 @@ class ImageFiles:
         return self._names[index]
 
 
+def _topmost_folder(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _innermost_folder(name: str) -> str:
+    return os.path.basename(os.path.dirname(name))
+
+
 def _in_folder(root: Path) -> tuple[list[str], list[str]]:
-    """Return the images below a folder, and the folders without any; a link to a folder above holds
-    nothing new.
+    """Return the images below a folder, and the folders without any.
+
+    A link to a folder above holds nothing new.
     """
-
-    def refuse(error: OSError) -> None:
-        what = f"cannot read the folder {printable(error.filename, 200)} ({error.strerror})"
-        raise RetrofitError(
-            f"{what}; its images would be missing: make it readable or remove it"
-        ) from error
-
     images: list[str] = []
     empty: list[str] = []
-    paths: dict[tuple[int, int], Path] = {}
-    for place, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+    first_paths: dict[tuple[int, int], Path] = {}
+    for place, folders, files in os.walk(root, onerror=_refuse_unreadable, followlinks=True):
         folders.sort()
-        path, status = Path(os.path.relpath(place, root)), os.stat(place)
-        first = paths.setdefault((status.st_dev, status.st_ino), path)
+        path = Path(os.path.relpath(place, root))
+        if len(path.parts) > _DEEPEST_FOLDER:
+            raise RetrofitError(
+                f"{root} has more than {_DEEPEST_FOLDER} folders inside one another; {ADVICE}"
+            )
+        status = os.stat(place)
+        first = first_paths.setdefault((status.st_dev, status.st_ino), path)
         if first in path.parents:
             folders.clear()
             continue
@@ -129,39 +140,62 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
     return images, empty
 
 
+def _refuse_unreadable(error: OSError) -> None:
+    problem = f"cannot read the folder {printable(error.filename, 200)} ({error.strerror})"
+    raise RetrofitError(
+        f"{problem}; its images would be missing: make it readable or remove it"
+    ) from error
+
+
 def _in_tar(path: Path) -> Iterator[tuple[str, Place]]:
     """Give the paths and places of the images in a tar; a tar in it counts as a folder."""
     if not path.name.lower().endswith(_TARS):
         raise RetrofitError(
             f"no images found in {path}, which is neither a folder nor a .tar; {ADVICE}"
         )
-    try:
-        with open(path, "rb") as file:
-            if file.read(6).startswith(_COMPRESSED):
-                raise RetrofitError(
-                    f"{path} is compressed; decompress it to a .tar, or unpack it into a folder"
-                )
-            file.seek(0)
-            yield from _members(file, "", 0)
-    except (OSError, tarfile.TarError) as error:
-        raise RetrofitError(f"no images found in {path} ({error}); {ADVICE}") from error
+    with open_file(path, "tar", advice=ADVICE) as file:
+        if file.read(6).startswith(_COMPRESSED):
+            raise RetrofitError(
+                f"{path} is compressed; decompress it to a .tar, or unpack it into a folder"
+            )
+        file.seek(0)
+        try:
+            yield from _members(file, "", 0, _DEEPEST_TAR)
+        # On damaged headers, tarfile raises ValueError, OverflowError and more beside its own.
+        except Exception as error:
+            raise RetrofitError(
+                f"no images found in {path} ({one_line(error)}); {ADVICE}"
+            ) from error
 
 
-def _members(file: IO[bytes] | None, folder: str, start: int) -> Iterator[tuple[str, Place]]:
+def _members(
+    file: IO[bytes] | None, folder: str, start: int, depth: int
+) -> Iterator[tuple[str, Place]]:
+    """Give the images of a tar that begins at byte `start` and may hold tars of `depth` levels."""
+    if depth == 0:
+        raise tarfile.ReadError(f"more than {_DEEPEST_TAR} tars inside one another")
+    # A file that was packed twice is a link to its first copy, which stands before it.
+    places: dict[str, Place] = {}
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
-            name = os.path.normpath(os.path.join(folder, member.name))
+            name = os.path.normpath(member.name)
+            if member.islnk():
+                places[name] = places.get(os.path.normpath(member.linkname), _EMPTY)
+            elif member.isreg() and not member.issparse():
+                places[name] = (start + member.offset_data, member.size)
+            else:
+                places[name] = _EMPTY
+            path = os.path.normpath(os.path.join(folder, name))
             if _is_image(name):
-                target = member
-                # a file that was packed twice is a link to its first copy
-                while target.islnk():
-                    target = tar.getmember(target.linkname)
-                yield name, (start + target.offset_data, target.size if target.isreg() else 0)
+                yield path, places[name]
             elif member.isreg() and name.lower().endswith(".tar"):
-                yield from _members(tar.extractfile(member), name[:-4], start + member.offset_data)
+                if member.issparse():
+                    raise tarfile.ReadError(f"{path} is packed as a sparse file")
+                inner_start = start + member.offset_data
+                yield from _members(tar.extractfile(member), path[:-4], inner_start, depth - 1)
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
-        # tarfile takes a damaged header for the end
+        # tarfile takes a damaged header for the end.
         if tar.fileobj.read(512).strip(b"\0"):
             raise tarfile.ReadError(f"damaged at byte {start + tar.offset:,}")
 
@@ -175,4 +209,6 @@ def _natural(name: str) -> tuple[list[object], str]:
     too.
     """
     parts: list[object] = re.split(r"(\d+)", name.lower())
-    return [int(str(part)) if index % 2 else part for index, part in enumerate(parts)], name
+    for index in range(1, len(parts), 2):
+        parts[index] = int(str(parts[index]))
+    return parts, name

@@ -3,6 +3,7 @@ what is refused.
 """
 
 import gzip
+import io
 import os
 import pickle
 import tarfile
@@ -31,7 +32,13 @@ from tests.pictures import PLAIN, Colours, write_folder, write_tar
         ("nowhere", {}, "there is no data at"),
         ("pictures", {"dataset": "digits"}, "lie in no folder; drop `dataset` or `data_dir`"),
         ("pictures", {"channels": 4}, "model takes 4; build"),
-        ("pictures", {"class_map": "absent.txt"}, "cannot read the class map"),
+        (
+            "pictures",
+            {"class_map": "absent.txt"},
+            "there is no class map at absent.txt; give a .txt",
+        ),
+        ("pictures", {"class_map": "pipe.txt"}, r"pipe.txt is a pipe .*; give a .txt file"),
+        ("pipe.tar", {}, r"pipe.tar is a pipe or a device; give a folder or tar"),
         ("pictures", {"class_map": "map.csv"}, "cannot read the class map"),
         (
             None,
@@ -48,6 +55,8 @@ def test_what_is_not_there(
     message: str,
 ) -> None:
     monkeypatch.chdir(folder.parent)
+    os.mkfifo("pipe.txt")
+    os.mkfifo("pipe.tar")
     Path("map.csv").write_text("ant,0\n")
     Path("map.txt").write_text("0\nant\n")
     with pytest.raises(RetrofitError, match=message):
@@ -215,7 +224,12 @@ def test_a_class_map_for_classes_without_names(
 
 
 @pytest.mark.parametrize(
-    "content", ["cat\nbee\nant\n\n \n", "cat\r\nbee\r\nant", {"ant": 2, "cat": 0, "bee": 1}]
+    "content",
+    [
+        "cat\nbee\nant\n\n \n",
+        "\ufeffcat\r\nbee\r\nant",
+        {"ant": 2, "cat": 0, "bee": 1},
+    ],
 )
 def test_class_maps(folder: Path, tmp_path: Path, content: str | dict[str, Any]) -> None:
     data = open_images(folder, class_map=class_map(tmp_path, content))
@@ -321,6 +335,17 @@ def test_images_of_every_format_count_and_unknown_ones_are_listed(folder: Path) 
         assert abs(pixels[0, 0].astype(int) - (10, 10, 250)).max() < 8
 
 
+def test_a_large_image_is_read_without_a_word_and_a_larger_one_is_listed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    pixels = 40 * 30
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pixels - 1)
+    assert all(target >= 0 for _, _, target in read(folder))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pixels // 2 - 1)
+    assert all(target < 0 for _, _, target in read(folder))
+    assert not recwarn.list
+
+
 STEPS = np.arange(0, 256, 5, dtype=np.uint8)[None].repeat(4, 0)
 
 
@@ -374,6 +399,74 @@ def file_of(name: str, content: bytes) -> Callable[[Path], Path]:
     return make
 
 
+def tar_of(place: Path, *members: tarfile.TarInfo) -> Path:
+    """Write a tar of headers, whose members hold nothing."""
+    with tarfile.open(place / "data.tar", "w") as tar:
+        for member in members:
+            tar.addfile(member)
+    return place / "data.tar"
+
+
+def member(name: str, **fields: Any) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info
+
+
+def hard_link(name: str, target: str) -> tarfile.TarInfo:
+    return member(name, type=tarfile.LNKTYPE, linkname=target)
+
+
+def test_a_link_that_leads_to_no_earlier_file_is_an_unreadable_image(tmp_path: Path) -> None:
+    links = [("own", "own"), ("first", "second"), ("second", "first"), ("lost", "missing")]
+    tar = tar_of(tmp_path, *(hard_link(f"a/{n}.png", f"a/{target}.png") for n, target in links))
+    expected = [f"a/{name}.png" for name in ("first", "lost", "own", "second")]
+    assert [name for name, _, target in read(tar) if target < 0] == expected
+
+
+def test_a_link_of_a_link_holds_what_the_first_copy_holds(folder: Path, tmp_path: Path) -> None:
+    tar = write_tar(folder / "cat", tmp_path / "data.tar")
+    with tarfile.open(tar, "a") as opened:
+        opened.addfile(hard_link("dog/1.png", "./0.png"))
+        opened.addfile(hard_link("dog/2.png", "dog/1.png"))
+        opened.addfile(hard_link("0.png", "0.png"))  # the same file, added once more
+    images = {name: pixels.tolist() for name, pixels, target in read(tar) if target >= 0}
+    assert images["dog/1.png"] == images["dog/2.png"] == images["0.png"] == images["1.png"]
+
+
+def huge_file(place: Path) -> Path:
+    return tar_of(place, member("a/0.png", pax_headers={"size": str(10**30)}))
+
+
+def bad_sparse_header(place: Path) -> Path:
+    headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "x,y"}
+    return tar_of(place, member("a/0.png", pax_headers=headers))
+
+
+def nested_tars(place: Path) -> Path:
+    content = b""
+    for _ in range(20):
+        stream = io.BytesIO()
+        with tarfile.open(fileobj=stream, mode="w") as tar:
+            tar.addfile(member("a.tar", size=len(content)), io.BytesIO(content))
+        content = stream.getvalue()
+    (place / "data.tar").write_bytes(content)
+    return place / "data.tar"
+
+
+def nested_folders(place: Path) -> Path:
+    before = os.getcwd()
+    os.chdir(place)
+    try:
+        for _ in range(150):
+            os.mkdir("a")
+            os.chdir("a")
+    finally:
+        os.chdir(before)
+    return place
+
+
 def damaged_tar(place: Path) -> Path:
     path = write_tar(write_folder(place / "pictures"), place / "data.tar")
     content = bytearray(path.read_bytes())
@@ -393,6 +486,10 @@ def damaged_tar(place: Path) -> Path:
         (file_of("data.tar", b""), r"no images found in .*data.tar \(empty file\)"),
         (file_of("data.zip", b"hello"), "data.zip, which is neither a folder nor a .tar"),
         (file_of("data.tar", gzip.compress(b"x")), r"data.tar is compressed; decompress it to a "),
+        (huge_file, r"no images found in .*data.tar \(.*; give a folder or tar"),
+        (bad_sparse_header, r"no images found in .*data.tar \(.*; give a folder or tar"),
+        (nested_tars, r"no images found in .*data.tar \(more than 16 tars inside one another\)"),
+        (nested_folders, r"more than 100 folders inside one another; give a folder or tar"),
         (damaged_tar, r"no images found in .*data.tar \(damaged at byte 2,048\)"),
     ],
 )
