@@ -25,8 +25,9 @@ from retrofit.utils.text import printable, shortlist
 # one or two, by the name to show
 Networks = Mapping[str, Diagnosis]
 
-# marks a folder as a report of ours, which may be replaced
+# Marks a folder as a report, which may be replaced.
 _RESULTS = "results.json"
+_PAGE = "index.html"
 _STYLE = Path(__file__).with_name("report.css")
 _FIGURES = {
     "R²": "r2", "R² before": "r2_before",
@@ -270,13 +271,33 @@ def check_folder(folder: Path, force: bool) -> None:
             raise RetrofitError(
                 f"{folder} exists; choose another `folder`, or pass `force=True` to replace it"
             )
-        if not folder.is_dir() or (any(folder.iterdir()) and not (folder / _RESULTS).is_file()):
-            raise RetrofitError(
-                f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`"
-            )
+        _refuse_what_others_wrote(folder)
         # the new one is made beside it
         place = place.with_name(f".{place.name}.tmp")
     ensure_writable(place)
+
+
+def _refuse_what_others_wrote(folder: Path) -> None:
+    """Refuse a folder that is no report, or holds more than one: all that is in it is replaced."""
+    if not folder.is_dir() or (any(folder.iterdir()) and not _is_report(folder)):
+        raise RetrofitError(
+            f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`"
+        )
+    written = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
+    others = sorted(path.name for path in folder.iterdir() if path.name not in written)
+    if others:
+        raise RetrofitError(
+            f"{folder} holds what diagnose did not write ({shortlist(others)}) and is kept; "
+            "move that elsewhere, or choose another `folder`"
+        )
+
+
+def _is_report(folder: Path) -> bool:
+    try:
+        results = json.loads((folder / _RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(results, dict) and isinstance(results.get("networks"), dict)
 
 
 def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> None:
@@ -322,9 +343,10 @@ def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> 
             "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()},
         }
         (staged / _RESULTS).write_text(json.dumps(results, indent=1) + "\n")
-        (staged / "index.html").write_text(
-            "\n".join([*page, "</body></html>"]) + "\n", encoding="utf-8"
-        )
+        (staged / _PAGE).write_text("\n".join([*page, "</body></html>"]) + "\n", encoding="utf-8")
+        # Measuring takes long, and something may have come into the folder meanwhile.
+        if folder.exists():
+            _refuse_what_others_wrote(folder)
 
 
 def _as_html(text: object) -> str:

@@ -3,6 +3,7 @@ import errno
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import retrofit
+from retrofit.attack import Attack
 from retrofit.diagnose import meters
 from retrofit.diagnose.diagnosis import (
     Batch,
@@ -33,7 +35,6 @@ from retrofit.diagnose.report_folder import (
     write_report,
 )
 from retrofit.errors import RetrofitError
-from retrofit.evaluation import Attack
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network
 from retrofit.record import set_record
@@ -300,7 +301,21 @@ def test_a_report_replaces_only_a_report(
     (folder / "results.json").rename(folder / "thesis.txt")
     with pytest.raises(RetrofitError, match="kept"):
         check_folder(folder, force=True)
-    (folder / "thesis.txt").rename(folder / "results.json")
+    (folder / "results.json").write_text('{"accuracy": 0.9}')  # of another program
+    (folder / "thesis.txt").rename(tmp_path / "thesis.txt")
+    with pytest.raises(RetrofitError, match="kept"):
+        check_folder(folder, force=True)
+    (tmp_path / "thesis.txt").rename(folder / "results.json")
+    for name in ("notes.txt", "qq"):
+        (folder / name).mkdir()
+        for refused in (
+            partial(check_folder, folder, force=True),
+            partial(write_report, {"c": one}, {}, folder),
+        ):
+            with pytest.raises(RetrofitError, match=rf"did not write \({name}\) and is kept; move"):
+                refused()
+        (folder / name).rmdir()
+    assert "b" in json.loads((folder / "results.json").read_text())["networks"]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RetrofitError, match="~ does not exist"):
         check_folder(Path("~", "report"), force=False)
