@@ -28,10 +28,11 @@ from retrofit.utils.running import autocast
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
-# called as progress(turns done, in all)
+# Called as progress(turns done, in all).
 Progress = Callable[[int, int], None]
+Step = Callable[[], object]
 
-# runs of a file that are not timed
+# Runs of a file that are not timed.
 _WARM = 3
 
 
@@ -40,10 +41,10 @@ class Setting:
     """How networks are run."""
 
     batch_size: int = 16
-    # timed turns of each network in each mode, after two that are not timed
+    # Timed turns of each network in each mode, after two that are not timed.
     rounds: int = 15
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    # data type of mixed precision; None for none
+    # Data type of mixed precision; None for none.
     amp: torch.dtype | None = None
     channels_last: bool = False
     compile: bool = False
@@ -68,19 +69,18 @@ class Spread:
 class Cost:
     """What one network costs in one mode."""
 
-    # its name
+    # Its name.
     network: str
     # "eval": a forward pass without gradients; "train": forward, backward and a step of SGD with
-    # momentum
+    # momentum.
     mode: Mode
-    # of one batch
+    # Of one batch.
     seconds: Spread
-    # peak memory beyond parameters, images and the optimizer's state
+    # Peak memory beyond parameters, images and the optimizer's state.
     bytes: int
-    time_ratio: (
-        Spread | None
-    )  # to the last network, the reference, in the same turn; None for the reference
-    # to the reference; None for the reference
+    # To the last network, the reference, in the same turn; None for the reference.
+    time_ratio: Spread | None
+    # To the reference; None for the reference.
     memory_ratio: float | None
 
 
@@ -102,30 +102,59 @@ def measure(
     modes: Sequence[Mode] = MODES,
     progress: Progress | None = None,
 ) -> list[Cost]:
-    """Measure copies of networks, each given with its input size (C, H, W), against the last of
-    them.
+    """Measure copies of networks against the last of them.
 
-    A RetrofitError says which network gives no class scores, which training needs.
+    Args:
+        networks: By name, each with its input size (C, H, W).
+        setting: How they are run.
+        modes: What is measured.
+        progress: Called after every turn.
+
+    Raises:
+        RetrofitError: If a network gives no class scores, which training needs, or the batches do
+            not fit into the memory.
     """
     costs: list[Cost] = []
     *_, reference = networks
+    total = len(modes) * setting.rounds
     for number, mode in enumerate(modes):
-        steps = {
-            name: _step(name, network, size, mode, setting)
-            for name, (network, size) in networks.items()
-        }
-        memory = {}
-        for name, step in steps.items():
-            step()
-            step()
-            memory[name] = peak_memory(step, setting.device)
-        turns = range(number * setting.rounds + 1, (number + 1) * setting.rounds + 1)
-        for name, times in _in_turns(
-            steps, turns, len(modes) * setting.rounds, setting.device, progress
-        ).items():
-            memory_ratio = None if name == reference else memory[name] / max(memory[reference], 1)
-            costs.append(Cost(name, mode, times[0], memory[name], times[1], memory_ratio))
+        first_turn = number * setting.rounds + 1
+        turns = range(first_turn, first_turn + setting.rounds)
+        with _memory_advice(setting.batch_size):
+            steps = {
+                name: _step(name, network, size, mode, setting)
+                for name, (network, size) in networks.items()
+            }
+            memory = {name: _peak_of(step, setting.device) for name, step in steps.items()}
+            times = _in_turns(steps, turns, total, setting.device, progress)
+        for name, (seconds, time_ratio) in times.items():
+            memory_ratio = None
+            if name != reference:
+                memory_ratio = memory[name] / max(memory[reference], 1)
+            costs.append(Cost(name, mode, seconds, memory[name], time_ratio, memory_ratio))
     return costs
+
+
+def _peak_of(step: Step, device: torch.device) -> int:
+    # Not timed: the first run allocates what later ones use again.
+    step()
+    step()
+    return peak_memory(step, device)
+
+
+@contextmanager
+def _memory_advice(batch_size: int) -> Iterator[None]:
+    """Say what to do where batches of so many images do not fit into the memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch's allocator on a CPU raises a plain RuntimeError.
+        no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not no_memory and "allocate memory" not in str(error):
+            raise
+        raise RetrofitError(
+            f"batches of {batch_size:,} images do not fit into the memory; lower `batch_size`"
+        ) from error
 
 
 def measure_files(
@@ -139,35 +168,50 @@ def measure_files(
 ) -> list[FileCost]:
     """Measure ONNX files, each on images of its own size, against the last of them, on the CPU.
 
-    `threads` None leaves the number to the runtime. A UsageError says that the runtime is not
-    installed, a RetrofitError that it does not take a file, or that a file does not say which
-    images it takes.
+    Args:
+        files: By name.
+        runtime: What runs them.
+        batch_size: Images in a batch.
+        rounds: Timed turns of each file.
+        threads: None leaves the number to the runtime.
+        progress: Called after every turn.
+
+    Raises:
+        UsageError: If the runtime is not installed.
+        RetrofitError: If it does not take a file, a file does not say which images it takes, or
+            the batches do not fit into the memory.
     """
-    steps = {}
-    for name, path in files.items():
-        size: Any = metadata(path).get("input_size")
-        try:
-            check_size(size)
-        except (TypeError, ValueError):
-            raise RetrofitError(
-                f"{path} does not say which images it takes; write it by `retrofit export`"
-            ) from None
-        pixels = np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
-        run = open_onnx(
-            path, runtime, shape=pixels.shape, threads=threads, advice="export it again"
-        )
-        steps[name] = partial(run, pixels)
-        for _ in range(_WARM):
-            steps[name]()
-    times = _in_turns(steps, range(1, rounds + 1), rounds, torch.device("cpu"), progress)
+    with _memory_advice(batch_size):
+        steps = {
+            name: _file_step(path, runtime, batch_size, threads) for name, path in files.items()
+        }
+        for step in steps.values():
+            for _ in range(_WARM):
+                step()
+        turns = range(1, rounds + 1)
+        times = _in_turns(steps, turns, rounds, torch.device("cpu"), progress)
     return [
-        FileCost(name, own, files[name].stat().st_size, ratio)
-        for name, (own, ratio) in times.items()
+        FileCost(name, seconds, files[name].stat().st_size, ratio)
+        for name, (seconds, ratio) in times.items()
     ]
 
 
+def _file_step(path: Path, runtime: Runtime, batch_size: int, threads: int | None) -> Step:
+    """Return what runs one batch of seeded images through a file."""
+    size: Any = metadata(path).get("input_size")
+    try:
+        check_size(size)
+    except (TypeError, ValueError):
+        raise RetrofitError(
+            f"{path} does not say which images it takes; write it by `retrofit export`"
+        ) from None
+    pixels = np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
+    run = open_onnx(path, runtime, shape=pixels.shape, threads=threads, advice="export it again")
+    return partial(run, pixels)
+
+
 def _in_turns(
-    steps: Mapping[str, Callable[[], object]],
+    steps: Mapping[str, Step],
     turns: range,
     total: int,
     device: torch.device,
@@ -186,53 +230,61 @@ def _in_turns(
             times[name].append(time.perf_counter() - start)
         if progress is not None:
             progress(turn, total)
-    *_, last = times.values()
-    ratios = {
-        name: [a / b for a, b in zip(own, last, strict=True)]
-        for name, own in times.items()
-        if own is not last
-    }
-    return {
-        name: (Spread.of(own), Spread.of(ratios[name]) if name in ratios else None)
-        for name, own in times.items()
-    }
+    *_, reference = times.values()
+    spreads: dict[str, tuple[Spread, Spread | None]] = {}
+    for name, seconds in times.items():
+        ratio = None
+        if seconds is not reference:
+            ratio = Spread.of([a / b for a, b in zip(seconds, reference, strict=True)])
+        spreads[name] = (Spread.of(seconds), ratio)
+    return spreads
 
 
 def _step(
     name: str, network: nn.Module, size: tuple[int, int, int], mode: Mode, setting: Setting
-) -> Callable[[], object]:
+) -> Step:
     """Return what runs one batch of seeded images through a copy of the network."""
     layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
-    model = (
-        copy.deepcopy(network).to(setting.device).to(memory_format=layout).train(mode == "train")
-    )
-    shape, generator = (setting.batch_size, *size), torch.Generator().manual_seed(0)
-    pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(
-        setting.device
-    )
-    pixels = pixels.contiguous(memory_format=layout)
+    model = copy.deepcopy(network).to(setting.device).to(memory_format=layout)
+    model.train(mode == "train")
+    shape = (setting.batch_size, *size)
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    pixels = pixels.to(setting.device).contiguous(memory_format=layout)
     with torch.inference_mode():
         scores = copy.deepcopy(model).eval()(pixels[:2])
     run: Callable[[Tensor], Any] = torch.compile(model) if setting.compile else model
-    if mode == "train" and (not isinstance(scores, Tensor) or scores.ndim != 2):
+    if mode == "eval":
+        return partial(_evaluate, run, pixels, setting)
+    if not isinstance(scores, Tensor) or scores.ndim != 2:
         raise RetrofitError(
             f"{name} gives no class scores to train on; measure it with `modes=('eval',)`"
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    return partial(_train, run, pixels, setting, optimizer)
 
-    def step() -> object:
-        with torch.inference_mode(mode == "eval"), autocast(setting.device, setting.amp):
-            out = run(pixels)
-        if mode == "train":
-            own = (out if isinstance(out, Tensor) else out[0]).float()
-            F.cross_entropy(
-                own, torch.arange(len(own), device=own.device) % own.shape[1]
-            ).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return out
 
-    return step
+@torch.inference_mode()
+def _evaluate(run: Callable[[Tensor], Any], pixels: Tensor, setting: Setting) -> Any:
+    with autocast(setting.device, setting.amp):
+        return run(pixels)
+
+
+def _train(
+    run: Callable[[Tensor], Any],
+    pixels: Tensor,
+    setting: Setting,
+    optimizer: torch.optim.Optimizer,
+) -> Any:
+    with autocast(setting.device, setting.amp):
+        answer = run(pixels)
+    # In training, some networks give scores of auxiliary heads too.
+    scores = (answer if isinstance(answer, Tensor) else answer[0]).float()
+    labels = torch.arange(len(scores), device=scores.device) % scores.shape[1]
+    F.cross_entropy(scores, labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return answer
 
 
 def _synchronize(device: torch.device) -> None:

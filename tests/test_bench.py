@@ -1,11 +1,13 @@
 import copy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from retrofit.bench import Setting, Spread, measure, peak_memory
+from retrofit import bench
+from retrofit.bench import Mode, Setting, Spread, measure, measure_files, peak_memory
 from retrofit.errors import RetrofitError
 
 CPU = torch.device("cpu")
@@ -52,6 +54,23 @@ def test_networks_take_turns(mode: str) -> None:
 def test_training_needs_class_scores() -> None:
     with pytest.raises(RetrofitError, match="no class scores"):
         measure({"dense": (nn.Conv2d(3, 2, 1), (3, 8, 8))}, Setting(batch_size=2, rounds=3))
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_batches_beyond_the_memory_are_refused_with_advice(mode: Mode) -> None:
+    setting = Setting(batch_size=10**11, rounds=3)
+    with pytest.raises(
+        RetrofitError, match=r"100,000,000,000 images .* memory; lower `batch_size`"
+    ):
+        measure({"plain": (small(), (3, 16, 16))}, setting, (mode,))
+
+
+def test_files_of_batches_beyond_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "metadata", lambda _path: {"input_size": (3, 16, 16)})
+    with pytest.raises(RetrofitError, match="memory; lower `batch_size`"):
+        measure_files({"a": tmp_path / "a.onnx"}, "onnxruntime", batch_size=10**12)
 
 
 def test_spread() -> None:

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 @options.runtime
 @options.option("--mode", "What to measure.", ("both", "eval", "train"), default="both")
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=16)
-@options.option("--rounds", "Number of times each network is timed.", click.IntRange(3), default=15)
+@options.option(
+    "--rounds", "Number of times each network is timed.", click.IntRange(3, 10_000), default=15
+)
 @options.precision
 @options.option("--compile", "Compile with torch.compile.", bool)
 @options.weights
