@@ -24,7 +24,7 @@ from evidence_table import SETUP, Line, Setup, error
 from evidence_train import file_name, machine, train
 from torch import nn
 
-from retrofit.evaluation import Attack
+from retrofit.attack import Attack
 
 RESULTS = Path(__file__).parent / "results"
 AGAINST = {

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from retrofit.attack import Attack, Kind, attack_on
 from retrofit.errors import RetrofitError
-from retrofit.evaluation import Attack, Kind, attack_on, evaluate, predictions
+from retrofit.evaluation import evaluate, predictions
 from retrofit.images.dataset import open_images
 from tests.pictures import PLAIN, Colours, write_tar
 

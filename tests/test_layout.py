@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = [
     {"errors"}, {"utils"}, {"record"}, {"inputs"}, {"compare"}, {"layers"},
     {"conversion_options"},  # names types of the layers; imports none of them at run time
-    {"graph"}, {"surgery"}, {"networks"}, {"images"}, {"evaluation"},
+    {"graph"}, {"surgery"}, {"running_statistics"}, {"networks"}, {"attack", "images"}, {"evaluation"},
     {"bench", "diagnose", "export", "finetune"}, {"callbacks", "opacus", "cli"},
 ]  # fmt: skip
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

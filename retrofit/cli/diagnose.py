@@ -41,10 +41,10 @@ from retrofit.cli.console import emit, progress_bar, say
 def command(
     model: str, against: str | None, folder: Path | None, force: bool, **given: Any
 ) -> None:
+    from retrofit.attack import attack_on
     from retrofit.cli.network import device_named, file_stem, open_data, open_network
     from retrofit.diagnose.diagnosis import diagnose, labelled_batches
     from retrofit.diagnose.report_folder import check_folder, sentences, write_report
-    from retrofit.evaluation import attack_on
     from retrofit.networks.artifact import artifact_path
 
     place, attack = device_named(given["device"]), (given.pop("attack"), given.pop("eps"))

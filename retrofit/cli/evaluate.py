@@ -56,8 +56,9 @@ _AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the C
 @options.architecture
 @options.json
 def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: Any) -> None:
+    from retrofit.attack import attack_on
     from retrofit.cli.network import open_data, open_network, placement, taken
-    from retrofit.evaluation import ExportedFile, attack_on, evaluate, open_exported
+    from retrofit.evaluation import ExportedFile, evaluate, open_exported
     from retrofit.layers.strength import odd_strengths
     from retrofit.networks.models import Network
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from retrofit.attack import Attack
 from retrofit.diagnose import meters
 from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter, Probe, probes
 from retrofit.errors import RetrofitError
-from retrofit.evaluation import Attack
 from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm

@@ -186,7 +186,7 @@ def of_a_share(rank: int, shares: list[int]) -> dict[str, Any]:
     return found | {"buffers": dict(module.named_buffers()), "eval": module.eval()(x).detach()}
 
 
-# slow: two processes take long to start; by default those of tests/finetune/test_statistics.py do
+# slow: two processes take long to start; by default those of tests/test_running_statistics.py do
 KERNELS = [
     pytest.param("eager", marks=pytest.mark.slow),
     pytest.param("cpp", marks=[pytest.mark.compiler, pytest.mark.slow]),

@@ -22,12 +22,13 @@ from retrofit.surgery import apply, plan
 from retrofit.utils.running import device_of, evaluating, hooked, input_of, modes_kept
 
 _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
-    **dict.fromkeys(
-        (ours.BatchNormalNorm1d, ours.BatchNormalNorm2d, ours.BatchNormalNorm3d),
-        ours.SyncBatchNormalNorm,
-    ),
+    ours.BatchNormalNorm1d: ours.SyncBatchNormalNorm,
+    ours.BatchNormalNorm2d: ours.SyncBatchNormalNorm,
+    ours.BatchNormalNorm3d: ours.SyncBatchNormalNorm,
     ours.BatchNormalNormAct2d: ours.SyncBatchNormalNormAct,
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), nn.SyncBatchNorm),
+    nn.BatchNorm1d: nn.SyncBatchNorm,
+    nn.BatchNorm2d: nn.SyncBatchNorm,
+    nn.BatchNorm3d: nn.SyncBatchNorm,
     BatchNormAct2d: SyncBatchNormAct,
 }
 _NOT_FINITE = (
@@ -62,34 +63,46 @@ def update_bn(
     layers = estimated_layers(model)
     if not layers:
         return 0
-    momenta = {
-        layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)
-    }  # frozen or not
-    former = [
-        (layer, *named, named[1].clone())
-        for layer in layers
-        for named in layer.named_buffers(recurse=False)
-    ]
-    estimated: list[Any] = []
-    try:
-        with modes_kept(model):
-            swa_utils.update_bn(loader, model, None if device is None else torch.device(device))
-        reached = [layer for layer in layers if layer.num_batches_tracked > 0]
-        if not reached:
+    reached: list[Any] = []
+    with _restored_unless_in(reached, layers), modes_kept(model), _momenta_kept(model):
+        swa_utils.update_bn(loader, model, None if device is None else torch.device(device))
+        new = [layer for layer in layers if layer.num_batches_tracked > 0]
+        if not new:
             raise RetrofitError(
                 "the loader held no batch to estimate statistics from; give it data"
             )
-        if not all(buffer.isfinite().all() for layer in reached for buffer in layer.buffers()):
+        if not all(buffer.isfinite().all() for layer in new for buffer in layer.buffers()):
             raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
-        estimated = reached
+        reached += new
+    return len(reached)
+
+
+@contextmanager
+def _restored_unless_in(changed: list[Any], layers: list[Any]) -> Iterator[None]:
+    """Restore the buffers of the layers that are not in `changed` when the body ends."""
+    former = [
+        (layer, name, buffer, buffer.clone())
+        for layer in layers
+        for name, buffer in layer.named_buffers(recurse=False)
+    ]
+    try:
+        yield
     finally:
         for layer, name, buffer, value in former:
-            if layer not in estimated:
-                # whitening is reset to another tensor
+            if layer not in changed:
+                # Whitening is reset to another tensor.
                 layer._buffers[name] = buffer.copy_(value)
+
+
+@contextmanager
+def _momenta_kept(model: nn.Module) -> Iterator[None]:
+    """Restore what torch's `update_bn` sets in every batch normalization, frozen ones too."""
+    momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}
+    try:
+        yield
+    finally:
         for layer, momentum in momenta.items():
             layer.momentum = momentum
-    return len(estimated)
 
 
 def estimated_layers(model: nn.Module) -> list[Any]:
@@ -101,11 +114,8 @@ def estimated_layers(model: nn.Module) -> list[Any]:
 
 def _tracking(model: nn.Module) -> list[nn.Module]:
     """Return the layers that normalize by the batch in training and by running statistics after it."""
-    return [
-        m
-        for m in model.modules()
-        if isinstance(m, _BatchNorm) and getattr(m, "running_mean", None) is not None
-    ]
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [norm for norm in norms if getattr(norm, "running_mean", None) is not None]
 
 
 @torch.no_grad()
@@ -141,15 +151,35 @@ def recentre(
     }
     if not layers:
         return 0
+    moments = _mean_moments(loader, model, layers, device)
+    for name, (mean, deviation) in moments.items():
+        if not (mean.isfinite().all() and deviation.isfinite().all()):
+            raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
+    for name, (mean, deviation) in moments.items():
+        _standardize(layers[name], mean, deviation)
+    return len(moments)
+
+
+def _mean_moments(
+    loader: Iterable[Any],
+    model: nn.Module,
+    layers: dict[str, MigratedGroupNorm],
+    device: torch.device | str | int | None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return mean and deviation of each layer's groups over a set of images, (G,) in float64.
+
+    With m and v the moments of an image's group and k = 1 / sqrt(v + eps), they are the mean of m,
+    weighted by k, and the harmonic mean of sqrt(v + eps): group normalization multiplies by k.
+    """
     sums: dict[str, Tensor] = {}
 
     def measure(name: str, layer: MigratedGroupNorm, args: tuple[Tensor, ...]) -> None:
-        """Add up m k, k and 1 of each image and group: (3, G), in float64; k = 1 / sqrt(v + eps)."""
+        """Add up m k, k and 1 of each image and group: (3, G), in float64."""
         (x,) = args
         scale, shift = (values.view(-1, *(1,) * (x.ndim - 2)) for values in layer.input_affine())
-        var, mean = torch.var_mean(
-            (x.double() * scale + shift).reshape(len(x), layer.num_groups, -1), 2, correction=0
-        )
+        standardized = x.double() * scale + shift
+        by_group = standardized.reshape(len(x), layer.num_groups, -1)
+        var, mean = torch.var_mean(by_group, 2, correction=0)
         k = torch.rsqrt(var + layer.group_eps)
         sums[name] = sums.get(name, 0) + torch.stack([mean * k, k, torch.ones_like(k)]).sum(1)
 
@@ -161,25 +191,19 @@ def recentre(
             model(images if device is None else images.to(device))
     if not sums:
         raise RetrofitError("the loader held no batch to measure moments on; give it data")
-    moments = {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
-    for name, (mean, deviation) in moments.items():
-        if not (mean.isfinite().all() and deviation.isfinite().all()):
-            raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
-    for name, (
-        mean,
-        deviation,
-        # to (x' - mean) / deviation, where it was to x'
-    ) in moments.items():
-        layer: Any = layers[name]
-        each = layer.num_channels // layer.num_groups
-        slope, _ = layer.input_affine()
-        layer.running_mean.copy_(layer.running_mean.double() + mean.repeat_interleave(each) / slope)
-        layer.running_var.copy_(
-            (layer.running_var.double() + layer.eps) * deviation.square().repeat_interleave(each)
-        )
-        layer.eps.zero_()
-        layer.group_eps.div_(deviation.square().mean())
-    return len(moments)
+    return {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
+
+
+def _standardize(layer: Any, mean: Tensor, deviation: Tensor) -> None:
+    """Have a layer's constants give (x' - mean) / deviation of each group, where they gave x'."""
+    channels = layer.num_channels // layer.num_groups
+    slope, _ = layer.input_affine()
+    shift = mean.repeat_interleave(channels) / slope
+    variance = deviation.square().repeat_interleave(channels)
+    layer.running_mean.copy_(layer.running_mean.double() + shift)
+    layer.running_var.copy_((layer.running_var.double() + layer.eps) * variance)
+    layer.eps.zero_()
+    layer.group_eps.div_(deviation.square().mean())
 
 
 def freeze_norms(model: nn.Module) -> int:
@@ -230,9 +254,10 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
         raise RetrofitError(
             "whitening is not synchronized between processes; leave dbn and dbnn unsynchronized"
         )
-    on_cpu = (device_of(model) if device is None else torch.device(device)).type == "cpu"
+    place = device_of(model) if device is None else torch.device(device)
     layers = [module for module in model.modules() if type(module) in _SYNCHRONIZED]
-    layers = [layer for layer in layers if isinstance(layer, StrengthMixin) or not on_cpu]
+    if place.type == "cpu":
+        layers = [layer for layer in layers if isinstance(layer, StrengthMixin)]
     for layer in layers:
         vars(layer)["_retrofit_local_form"] = type(layer)
         layer.__class__ = _SYNCHRONIZED[type(layer)]

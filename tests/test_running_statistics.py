@@ -19,7 +19,6 @@ from torch.optim.swa_utils import update_bn as torchs
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.finetune.statistics import local_norms, sync_norms
 from retrofit.layers import (
     BatchNormalNorm2d,
     BatchNormalNormAct2d,
@@ -28,6 +27,7 @@ from retrofit.layers import (
 )
 from retrofit.layers.decorrelated_batch_norm import DecorrelatedBatchNorm2d
 from retrofit.layers.migrated_group_norm import MigratedGroupNorm
+from retrofit.running_statistics import local_norms, sync_norms
 from tests.finetune.conftest import assert_same
 from tests.layers.cases import statistics
 
