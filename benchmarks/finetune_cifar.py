@@ -32,8 +32,9 @@ from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import evaluate
-from retrofit.finetune.prepare import with_classes
-from retrofit.finetune.recipe import Recipe, load_recipe
+from retrofit.finetune.fitting import with_classes
+from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network, open_model

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from finetune_cifar import excerpt
 
-from retrofit.finetune.recipe import load_recipe
+from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
 from retrofit.finetune.run_report import RunCallback
 from retrofit.networks.models import open_model

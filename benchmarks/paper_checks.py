@@ -27,7 +27,7 @@ from torch import nn
 import retrofit
 from retrofit.diagnose.diagnosis import Diagnosis, diagnose
 from retrofit.diagnose.meters import LinearityMeter, PowerMeter
-from retrofit.finetune.recipe import load_recipe
+from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
 from retrofit.images.dataset import open_images, sample_loader
 from retrofit.layers import ProxyNorm, yeo_johnson

@@ -27,7 +27,8 @@ import yaml
 from timm.utils import random_seed
 
 from retrofit.evaluation import evaluate
-from retrofit.finetune.recipe import Recipe, load_recipe
+from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
 from retrofit.finetune.run_report import RunCallback
 from retrofit.images.dataset import open_images

@@ -65,9 +65,9 @@ class _Commands(click.Group):
             error.args = (in_flags(str(error), self.get_command(ctx, str(ctx.invoked_subcommand))),)
             raise
 
-    def main(
+    def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         """Run the command line and exit with the code for the outcome."""
         try:
             sys.exit(super().main(args, prog_name, **{**extra, "standalone_mode": False}) or 0)

@@ -21,6 +21,8 @@ the state from which --resume continues exactly. Ctrl-C and SIGTERM save before 
         --recipe imagenet-bnn-resnet50 --data-dir imagenet --sync-norm
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
@@ -28,16 +30,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
-from retrofit.finetune.recipe import FREE, Recipe, load_recipe, recipe_summaries
+from retrofit.finetune.recipe import FREE, Recipe
+from retrofit.finetune.recipe_files import load_recipe, recipe_summaries
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.utils.text import plural, printable
+
+if TYPE_CHECKING:
+    from retrofit.networks.models import Network
 
 _SHORT = {"batch_size": "-b", "workers": "-j"}
 _GROUPS = {
@@ -65,23 +71,25 @@ _NAMED = {
 
 def _settings(function: Any) -> Any:
     """Make a flag for each recipe setting; the values are checked with the rest of the recipe."""
-    for name, known in reversed(Recipe.model_json_schema()["properties"].items()):
-        flag, text, kind = (
-            f"--{name.replace('_', '-')}",
-            known["description"],
-            known.get("anyOf", [known])[0],
-        )
-        if known["default"] not in (None, "", []):
-            text = f"{text.rstrip('.')} (default: {_shown(known['default'])})."
-        if kind["type"] == "boolean":
-            off = f"--{flag[5:]}" if name.startswith("no_") else f"--no-{flag[2:]}"
-            function = options.option(f"{flag}/{off}", text, bool, default=None)(function)
-        elif name != "model":
-            metavar = _NAMED.get(name) or "|".join(kind.get("enum", ())) or _METAVARS[kind["type"]]
-            function = options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)(
-                function
-            )
+    for name, field in reversed(Recipe.model_json_schema()["properties"].items()):
+        if name != "model":
+            function = _setting(name, field)(function)
     return function
+
+
+def _setting(name: str, field: dict[str, Any]) -> options.Decorator:
+    """Make the flag of a setting from its field in the recipe's JSON schema."""
+    flag = f"--{name.replace('_', '-')}"
+    text = field["description"]
+    if field["default"] not in (None, "", []):
+        text = f"{text.rstrip('.')} (default: {_shown(field['default'])})."
+    kind = field.get("anyOf", [field])[0]
+    if kind["type"] == "boolean":
+        bare = flag.removeprefix("--")
+        off = f"--{bare.removeprefix('no-')}" if bare.startswith("no-") else f"--no-{bare}"
+        return options.option(f"{flag}/{off}", text, bool, default=None)
+    metavar = _NAMED.get(name) or "|".join(kind.get("enum", ())) or _METAVARS[kind["type"]]
+    return options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)
 
 
 def _shown(value: Any) -> str:
@@ -114,33 +122,17 @@ def command(
     network: str | None,
     **settings: Any,
 ) -> None:
-    speaks = (
-        os.environ.get("RANK", "0") == "0"
-    )  # the first process does, for all that torchrun started
-    given = {name: value for name, value in settings.items() if value is not None}
+    values = {name: value for name, value in settings.items() if value is not None}
     with _signals() as received:
-        from retrofit.cli.network import file_stem, introduce
-        from retrofit.finetune.run import finetune, recipe_network, resume_network
+        from retrofit.cli.network import introduce
+        from retrofit.finetune.run import finetune
 
         if resume is not None:
-            reason = f"a run that goes on keeps its settings (to start another: --recipe {resume / 'recipe.yaml'})"
-            options.refuse_flags(reason, but=(*FREE, "resume", "network", "json"))
-            folder, opened = resume, resume_network(resume, network)
-            run = load_recipe(resume / "recipe.yaml", given)
+            opened, run, folder = _resumed(resume, network, values)
         else:
-            run = load_recipe(recipe, given)
-            own = run.model is not None and run.model.startswith("py:")
-            if own and "model" not in given:
-                raise UsageError(
-                    f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself"
-                )
-            opened, network = recipe_network(run, network), run.model if own else network
-            name = file_stem(str(run.model)) + ("" if recipe is None else f"-{Path(recipe).stem}")
-            free = map(
-                Path("runs").joinpath, chain([name], (f"{name}-{number}" for number in count(2)))
-            )
-            folder = folder or next(path for path in free if not path.exists())
-            if speaks:
+            opened, run, network = _new(recipe, network, values)
+            folder = folder or _free_folder(str(run.model), recipe)
+            if _speaks():
                 introduce(opened)
         with progress_bar("training") as move:
             result = finetune(
@@ -151,10 +143,54 @@ def command(
                 callback=_Progress(move),
                 stop=lambda: bool(received),
             )
-    if speaks:
+    if _speaks():
         _conclude(folder, result, network)
     if not result.finished:
         sys.exit(128 + (received[0] if received else signal.SIGTERM))
+
+
+def _resumed(
+    folder: Path, network: str | None, values: dict[str, Any]
+) -> tuple[Network, Recipe, Path]:
+    """Return the network and the settings of the run in a folder."""
+    from retrofit.finetune.fitting import resume_network
+
+    recipe = folder / "recipe.yaml"
+    reason = f"a run that goes on keeps its settings (to start another: --recipe {recipe})"
+    options.refuse_flags(reason, but=(*FREE, "resume", "network", "json"))
+    return resume_network(folder, network), load_recipe(recipe, values), folder
+
+
+def _new(
+    recipe: str | None, network: str | None, values: dict[str, Any]
+) -> tuple[Network, Recipe, str | None]:
+    """Return the network of a new run, its settings, and what builds a network of one's own."""
+    from retrofit.finetune.fitting import recipe_network
+
+    run = load_recipe(recipe, values)
+    if run.model is None or not run.model.startswith("py:"):
+        return recipe_network(run, network), run, network
+    if "model" not in values:
+        raise UsageError(
+            f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself"
+        )
+    return recipe_network(run, network), run, run.model
+
+
+def _free_folder(model: str, recipe: str | None) -> Path:
+    """Return the first folder runs/MODEL-RECIPE, -2, -3, ... that does not exist."""
+    from retrofit.cli.network import file_stem
+
+    name = file_stem(model)
+    if recipe is not None:
+        name += f"-{Path(recipe).stem}"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+
+
+def _speaks() -> bool:
+    """Tell whether this is the first of the processes that torchrun started, which speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 class _Progress(RunCallback):
@@ -164,10 +200,10 @@ class _Progress(RunCallback):
         self._move = move
 
     def note(self, text: str) -> None:
-        say(
-            text if text.startswith("warning") else f"note: {text}",
-            "yellow" if text.startswith("warning") else None,
-        )
+        if text.startswith("warning"):
+            say(text, "yellow")
+        else:
+            say(f"note: {text}")
 
     def started(self, folder: Path) -> None:
         say(f"run: {folder}")
@@ -208,22 +244,24 @@ def _signals() -> Iterator[list[int]]:
 
 def _conclude(folder: Path, result: Position, network: str | None) -> None:
     if result.unreadable:
-        warn(
-            f"{plural(len(result.unreadable), 'image')} cannot be read: {names(result.unreadable)}"
-        )
-    artifact = folder / ("best.safetensors" if result.finished else "last.safetensors")
+        images = plural(len(result.unreadable), "image")
+        warn(f"{images} cannot be read: {names(result.unreadable)}")
     if result.finished:
+        artifact = folder / "best.safetensors"
         best = "" if result.best is None else f", best top-1 {result.best:.2f}%"
         say(f"done: {result.step} steps{best}", "bold")
         say(f"wrote {artifact}", "bold")
     else:
+        artifact = folder / "last.safetensors"
         say(f"stopped and saved at step {result.step} of {result.steps}", "bold")
-        processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        start = (
-            "retrofit" if processes == "1" else f"torchrun --nproc-per-node {processes} -m retrofit"
-        )
-        say(
-            f"next: {start} finetune --resume {folder}"
-            + (f" --network {network}" if network else "")
-        )
+        say(f"next: {_resuming_command(folder, network)}")
     emit({"schema": 1, "folder": str(folder), **result.to_dict(), "output": str(artifact)})
+
+
+def _resuming_command(folder: Path, network: str | None) -> str:
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    start = "retrofit"
+    if processes != "1":
+        start = f"torchrun --nproc-per-node {processes} -m retrofit"
+    command = f"{start} finetune --resume {folder}"
+    return f"{command} --network {network}" if network else command

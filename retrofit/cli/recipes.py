@@ -13,7 +13,7 @@ import click
 
 from retrofit.cli import options
 from retrofit.cli.console import say
-from retrofit.finetune.recipe import recipe_summaries, recipe_text
+from retrofit.finetune.recipe_files import recipe_summaries, recipe_text
 from retrofit.utils.files import atomic_write
 
 

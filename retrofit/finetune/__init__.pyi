@@ -1,2 +1,2 @@
-from .prepare import parameter_groups as parameter_groups
+from .optimization import parameter_groups as parameter_groups
 from .strength_schedule import StrengthSchedule as StrengthSchedule

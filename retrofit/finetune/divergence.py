@@ -19,15 +19,15 @@ from retrofit.utils.running import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
 
-# of float16's scale of the loss in a row, which then is no longer the reason
+# Of float16's scale of the loss in a row: after so many it is no longer the reason.
 _HALVINGS = 30
 _FAULTS: tuple[Fault | None, ...] = (None, "loss", "gradient")
 _NORMS = (StrengthMixin, FrozenBatchNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)
-# of the loss of guessing: a network that has begun to learn is below
+# Of the loss of guessing: a network that has begun to learn is below.
 _NEAR = 0.95
-# steps, of a run that may have ended before it began to learn
-_FEW = 100
-# share of what answers differ by between classes, below which they do not differ between images
+# Steps of a run that may have ended before it began to learn.
+_FEW_STEPS = 100
+# Share of what answers differ by between classes, below which they do not differ between images.
 _SAME = 0.05
 
 
@@ -35,17 +35,17 @@ _SAME = 0.05
 class Verdict:
     """What the device says of a step."""
 
-    # as passed to `send`
+    # As passed to `send`.
     step: Any
-    # the step's last batch
+    # The step's last batch.
     images: Tensor
-    # of all images since `start`
+    # Of all images since `start`.
     loss_sum: float
-    # what was not finite
+    # What was not finite.
     fault: Fault | None
-    # of the parameters that have a gradient
+    # Of the parameters that have a gradient.
     names: list[str]
-    # of their gradients, (len(names),)
+    # Of their gradients, (len(names),).
     norms: Tensor
 
     @property
@@ -59,7 +59,9 @@ class Verdict:
             return "the loss"
         norms = dict(zip(self.names, self.norms.tolist(), strict=True))
         broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
-        return f"the gradient of {broken[-1] if broken else max(norms, key=norms.__getitem__)}"
+        if not broken:
+            broken = [max(norms, key=norms.__getitem__)]
+        return f"the gradient of {broken[-1]}"
 
 
 class StepGate:
@@ -80,7 +82,9 @@ class StepGate:
         optimizer: torch.optim.Optimizer,
         clip: float | None,
     ) -> None:
-        self._accelerator, self._optimizer, self._clip = accelerator, optimizer, clip
+        self._accelerator = accelerator
+        self._optimizer = optimizer
+        self._clip = clip
         self._device = accelerator.device
         self._trained = {
             name: parameter
@@ -89,7 +93,10 @@ class StepGate:
         }
         self._lag = int(self._device.type == "cuda")
         self._sent: deque[tuple[Any, Tensor, Tensor, list[str], Tensor, Any]] = deque()
-        self._overflows = self._fault = torch.zeros((), dtype=torch.int32, device=self._device)
+        # Which of `_FAULTS`; it stays once it is there.
+        self._fault = torch.zeros((), dtype=torch.int32, device=self._device)
+        # Steps in a row whose gradient was not finite.
+        self._overflows = torch.zeros_like(self._fault)
         self.start(0.0)
 
     def start(self, loss_sum: float) -> None:
@@ -105,29 +112,42 @@ class StepGate:
     def close(self) -> None:
         """Judge the step whose gradient is complete, and clip it; the optimizer's step comes next."""
         self._accelerator.unscale_gradients()
-        scaled = self._accelerator.scaler is not None
-        gradients = {name: one.grad for name, one in self._trained.items() if one.grad is not None}
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self._trained.items()
+            if parameter.grad is not None
+        }
         norms = torch._foreach_norm(list(gradients.values()))
-        self._names, self._norms = list(gradients), torch.stack([norm.float() for norm in norms])
+        self._names = list(gradients)
+        self._norms = torch.stack([norm.float() for norm in norms])
         norm = torch.linalg.vector_norm(self._norms)
+        self._judge(norm)
+        if self._clip:
+            nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip, norm)
+        # The scaler leaves a step out by itself.
+        if self._accelerator.scaler is not None:
+            return
+        if self._optimizer.defaults.get("fused"):
+            # As GradScaler sets it.
+            self._optimizer.found_inf = (self._fault > 0).float()  # type: ignore[attr-defined]
+            return
+        for gradient in gradients.values():
+            gradient.masked_fill_(self._fault > 0, 0.0)
+
+    def _judge(self, norm: Tensor) -> None:
+        """Note the step's fault by the norm of its gradient, without waiting for the device."""
+        # Without a scaler of the loss, the first is a fault.
+        overflows_allowed = _HALVINGS * (self._accelerator.scaler is not None)
         self._overflows = torch.where(norm.isfinite(), 0, self._overflows + 1)
-        fault = torch.where(self._overflows > (_HALVINGS if scaled else 0), 2, 0)
+        fault = torch.where(self._overflows > overflows_allowed, 2, 0)
         fault = torch.where(self._finite, fault, 1)
         self._fault = torch.where(self._fault > 0, self._fault, fault)
         self._finite = torch.ones_like(self._finite)
-        if self._clip:
-            nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip, norm)
-        if scaled:
-            return
-        if self._optimizer.defaults.get("fused"):
-            self._optimizer.found_inf = (self._fault > 0).float()  # type: ignore[attr-defined]  # as GradScaler sets it
-        else:
-            for gradient in gradients.values():
-                gradient.masked_fill_(self._fault > 0, 0.0)
 
     def send(self, step: Any, images: Tensor) -> None:
         """Ask for the verdict of a step that is done."""
-        figures, event = torch.stack([self._loss_sum, self._fault.float()]), None
+        figures = torch.stack([self._loss_sum, self._fault.float()])
+        event = None
         if self._device.type == "cuda":
             figures = torch.empty(2, pin_memory=True).copy_(figures, non_blocking=True)
             event = torch.cuda.Event()
@@ -161,36 +181,44 @@ def divergence_of(
     Normalization layers come before all others: their statistics show a divergence before the loss
     does.
     """
-    names = {module: name for name, module in model.named_modules()}
+    advice = "lower `lr` or `noise`, or lengthen `strength_ramp`"
+    diverged = _diverged_modules(model, images)
+    if diverged:
+        first = min(diverged, key=_rank)
+        names = {module: name for name, module in model.named_modules()}
+        return f"{names[first] or 'the network'} ({type(first).__name__}) went first", advice
+    if fault == "loss":
+        return "all layers are finite, the loss alone is not", advice
+    if fault == "state":
+        return "no layer's output is affected", advice
+    cause = "the loss and all layers are finite, so the cause is not `lr`"
+    if recipe.amp:
+        return cause, "start again with `amp=False`"
+    return cause, "start again on another `device`"
+
+
+def _diverged_modules(model: nn.Module, images: Tensor) -> list[nn.Module]:
+    """Return the modules whose buffers or outputs are not finite, in the order of their calls."""
     diverged: list[nn.Module] = []
 
     def look(module: nn.Module, _inputs: Any, output: Any) -> None:
-        tensors = [
-            *module.buffers(recurse=False),
-            *([output] if isinstance(output, Tensor) else []),
-        ]
+        tensors = list(module.buffers(recurse=False))
+        if isinstance(output, Tensor):
+            tensors.append(output)
         if not all(tensor.isfinite().all() for tensor in tensors):
             diverged.append(module)
 
-    with hooked(module.register_forward_hook(look) for module in names), torch.no_grad():
+    hooks = (module.register_forward_hook(look) for module in model.modules())
+    with hooked(hooks), torch.no_grad():
         model(images)
-    advice = "lower `lr` or `noise`, or lengthen `strength_ramp`"
-    diverged.sort(
-        key=lambda module: 0 if isinstance(module, _NORMS) else 1 + bool(list(module.children()))
-    )
-    if diverged:
-        return (
-            f"{names[diverged[0]] or 'the network'} ({type(diverged[0]).__name__}) went first",
-            advice,
-        )
-    others = {
-        "loss": "all layers are finite, the loss alone is not",
-        "state": "no layer's output is affected",
-    }
-    if fault in others:
-        return others[fault], advice
-    retry = "start again with `amp=False`" if recipe.amp else "start again on another `device`"
-    return "the loss and all layers are finite, so the cause is not `lr`", retry
+    return diverged
+
+
+def _rank(module: nn.Module) -> int:
+    """Return 0 for a normalization layer, 1 for another layer, 2 for what holds layers."""
+    if isinstance(module, _NORMS):
+        return 0
+    return 1 + any(True for _ in module.children())
 
 
 class ChanceWatch:
@@ -199,38 +227,48 @@ class ChanceWatch:
     """
 
     def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
-        self._recipe, self._steps, self._classes, self._untrained = (
-            recipe,
-            steps,
-            classes,
-            untrained,
-        )
-        self._in_a_row, self._done = 0, False
+        self._recipe = recipe
+        self._steps = steps
+        self._classes = classes
+        self._untrained = untrained
+        self._in_a_row = 0
+        self._done = False
 
     def warning(
         self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]
     ) -> str | None:
-        """Return a warning after an epoch, by metrics on so many images; `few` gives some, (N, C,
-        H, W), if asked.
+        """Return a warning after an epoch, or None.
+
+        Args:
+            row: The epoch's metrics.
+            images: How many images they were measured on.
+            model: The network.
+            few: Gives some images, (N, C, H, W), if asked.
         """
-        epoch, top1, loss, last = (
-            row["epoch"],
-            row["val_top1"],
-            row["val_loss"],
-            row["epoch"] >= self._recipe.epochs,
-        )
-        early = epoch < max(2, self._recipe.warmup + 1) and not last
-        if self._done or early or loss is None or self._classes is None:
+        epoch = row["epoch"]
+        top1 = row["val_top1"]
+        loss = row["val_loss"]
+        if self._done or loss is None or self._classes is None:
             return None
-        self._in_a_row = self._in_a_row + 1 if at_chance(top1, loss, images, self._classes) else 0
-        # the walk may stumble for an epoch
-        if self._in_a_row < (1 if last else 2):
+        is_last = epoch >= self._recipe.epochs
+        is_early = epoch < max(2, self._recipe.warmup + 1)
+        if is_early and not is_last:
+            return None
+        self._in_a_row += 1
+        if not at_chance(top1, loss, images, self._classes):
+            self._in_a_row = 0
+            return None
+        # The walk may stumble for an epoch.
+        if self._in_a_row < 2 and not is_last:
             return None
         self._done = True
-        figures = f"top-1 {top1:.1f}% of {self._classes} classes, loss {loss:.2f}"
         collapsed = any(all_alike(model, some) for some in few)
         why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
-        return f"warning: after epoch {epoch} the network does no better than guessing ({figures}): {why}"
+        figures = f"top-1 {top1:.1f}% of {self._classes} classes, loss {loss:.2f}"
+        return (
+            f"warning: after epoch {epoch} the network does no better than guessing "
+            f"({figures}): {why}"
+        )
 
 
 def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
@@ -259,14 +297,16 @@ def explanation(
     """Say what a run at chance most likely suffers from, and what to change."""
     if not collapsed and untrained:
         return "it began with random weights: train it longer, or begin with trained ones"
-    if not collapsed and steps < _FEW:
-        return f"{steps} steps are few: train it longer, and if that does not help lower `lr` or raise `warmup_epochs`"
-    what = "its features have collapsed, all images get the same answer: " if collapsed else ""
-    migrated = any(isinstance(module, MigratedGroupNorm) for module in model.modules())
-    layers = " for layers that take no statistics of the batch" if migrated else ""
-    warmup, more = (
-        ("", "raise `warmup_epochs`")
-        if recipe.warmup
-        else (" without warm-up", "give `warmup_epochs=1`")
-    )
-    return f"{what}the learning rate {recipe.lr:g} is probably too high{layers}{warmup}; lower `lr` or {more}"
+    if not collapsed and steps < _FEW_STEPS:
+        return (
+            f"{steps} steps are few: train it longer, and if that does not help lower `lr` or "
+            "raise `warmup_epochs`"
+        )
+    cause = f"the learning rate {recipe.lr:g} is probably too high"
+    if collapsed:
+        cause = f"its features have collapsed, all images get the same answer: {cause}"
+    if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
+        cause += " for layers that take no statistics of the batch"
+    if recipe.warmup:
+        return f"{cause}; lower `lr` or raise `warmup_epochs`"
+    return f"{cause} without warm-up; lower `lr` or give `warmup_epochs=1`"

@@ -1,16 +1,9 @@
-"""A recipe: everything that decides how a run goes, in one flat YAML file with timm's argument
-names.
-
-Recipe files are those of the package, and others, which may come from anywhere and are read within
-bounds.
-"""
+"""A recipe: everything that decides how a run goes, with timm's argument names."""
 
 from __future__ import annotations
 
 import difflib
-import os
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,41 +14,21 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    ValidationError,
     model_validator,
 )
 
 from retrofit.conversion_options import OPTIONS
-from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.files import atomic_write
-from retrofit.utils.text import one_line, plural, printable, shortlist, shown
+from retrofit.utils.text import printable, shown
 
 if TYPE_CHECKING:
     from retrofit.layers.normality_norm import NoiseKind
-# without torch, so that --help and the shell's completion answer at once
 else:
+    # Without torch, so that --help and the shell's completion answer at once.
     NoiseKind = Literal[OPTIONS["noise_kind"].words]
 
-_INSTALLED = Path(__file__).parents[1] / "recipes"
-_RECIPES = (
-    _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "recipes"
-)  # in a source checkout
-# a recipe is a page of text
-_MOST_BYTES = 2**14
-# how the names of timm's datasets begin
-_NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")
-_SOURCES = frozenset({"data_dir", "dataset"})
-# characters for what is wrong with a recipe
-_LONGEST = 520
-_SCHEDULES = (
-    "cosine",
-    "tanh",
-    "step",
-    "multistep",
-    "poly",
-    "constant",
-    "none",
-)  # those that need no metric
+# Those of timm's that need no metric.
+_SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -65,7 +38,9 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 def _listed(value: Any) -> Any:
     """Take "0.8 1", "0.8,1" or "[0.8, 1]", as a command line gives it, for a list."""
-    return value.strip("[]").replace(",", " ").split() if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value.strip("[]").replace(",", " ").split()
+    return value
 
 
 def _parts(value: Any) -> Any:
@@ -221,41 +196,47 @@ class Recipe(BaseModel):
     def _consistent(self) -> Recipe:
         from timm.optim import list_optimizers
 
-        taught, mixed = self.teacher == "source", bool(self.mixup or self.cutmix)
-        ignored = [
-            name
-            for name in ("warmup_epochs", "layer_decay")
-            if self.sched == "none" and getattr(self, name)
-        ]
-        folderless = self.dataset in ("", "digits") or self.dataset.startswith("hf")
-        weights = {self.task_loss_weight, self.distill_loss_weight}
-        contradictions = {
-            "match says how to pair a checkpoint's tensors, set checkpoint too": self.match
-            and not self.checkpoint,
-            "task_loss_weight 0 needs teacher: source": not taught and not self.labelled,
-            "one of distill_loss_weight and task_loss_weight must be above 0": taught
-            and weights == {0},
-            "mixup and cutmix act on labels; set task_loss_weight above 0 or drop them": (
-                taught and mixed and not self.labelled
-            ),
-            "there-and-back returns to a strength below 1; set strength_end, 0 for the source's cost": (
-                self.strength_sched == "there-and-back" and self.strength_end == 1
-            ),
-            f"sched none does not apply {' and '.join(ignored)}; set sched: constant, which does": ignored,
-            "amp_dtype chooses the data type of mixed precision; set amp: true too": self.amp_dtype
-            and not self.amp,
-            "mixup and cutmix need an even batch_size": mixed and self.batch_size % 2,
-            f"dataset {printable(self.dataset, 64)} needs data_dir too, the folder that holds it": (
-                not self.data_dir and not folderless
-            ),
-        }
-        wrong = [sentence for sentence, holds in contradictions.items() if holds]
-        wrong += _unknown("opt", self.opt, list_optimizers()) + _unknown(
-            "sched", self.sched, _SCHEDULES
-        )
+        wrong = list(self._contradictions())
+        wrong += _unknown("opt", self.opt, list_optimizers())
+        wrong += _unknown("sched", self.sched, _SCHEDULES)
         if wrong:
             raise ValueError(", ".join(wrong))
         return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """Give a sentence for each contradiction between settings."""
+        if self.match and not self.checkpoint:
+            yield "match says how to pair a checkpoint's tensors, set checkpoint too"
+        yield from self._objective_contradictions()
+        if self.strength_sched == "there-and-back" and self.strength_end == 1:
+            yield (
+                "there-and-back returns to a strength below 1; set strength_end, 0 for the "
+                "source's cost"
+            )
+        ignored = [name for name in ("warmup_epochs", "layer_decay") if getattr(self, name)]
+        if self.sched == "none" and ignored:
+            names = " and ".join(ignored)
+            yield f"sched none does not apply {names}; set sched: constant, which does"
+        if self.amp_dtype and not self.amp:
+            yield "amp_dtype chooses the data type of mixed precision; set amp: true too"
+        folderless = self.dataset in ("", "digits") or self.dataset.startswith("hf")
+        if not self.data_dir and not folderless:
+            dataset = printable(self.dataset, 64)
+            yield f"dataset {dataset} needs data_dir too, the folder that holds it"
+
+    def _objective_contradictions(self) -> Iterator[str]:
+        mixed = bool(self.mixup or self.cutmix)
+        if mixed and self.batch_size % 2:
+            yield "mixup and cutmix need an even batch_size"
+        if self.labelled:
+            return
+        if self.teacher == "none":
+            yield "task_loss_weight 0 needs teacher: source"
+            return
+        if self.distill_loss_weight == 0:
+            yield "one of distill_loss_weight and task_loss_weight must be above 0"
+        if mixed:
+            yield "mixup and cutmix act on labels; set task_loss_weight above 0 or drop them"
 
     @property
     def labelled(self) -> bool:
@@ -281,49 +262,8 @@ class Recipe(BaseModel):
 # What may differ between the parts of an interrupted run: it changes how the work is done, not its
 # result.
 FREE = frozenset({"workers", "device", "checkpoint_every", "log_with"})
-PLACES = frozenset(
-    {"model", "checkpoint", "data_dir", "class_map"}
-)  # may have moved; what lies there is looked at
-
-
-def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe:
-    """Read a shipped recipe, a YAML file or, for None, the defaults alone; `overrides`, by field
-    name, win.
-
-    A UsageError says that there is no such recipe, or lists everything that is wrong with it at
-    once; a RetrofitError says why its file cannot be read.
-    """
-    values = {} if name is None else recipe_settings(name)
-    if (
-        overrides.keys() & _SOURCES
-    ):  # images come from one place: a command line's replaces the recipe's
-        values = {key: value for key, value in values.items() if key not in _SOURCES}
-    values = {**values, **overrides}
-    place = values.get("data_dir")
-    if (
-        isinstance(place, str)
-        and place.startswith(_NAMED)
-        and not values.get("dataset")
-        and not os.path.exists(place)
-    ):
-        values |= {"dataset": place, "data_dir": None}
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        problems = error.errors()
-    wrong_alone = {problem["loc"][0] for problem in problems if problem["loc"]}
-    # contradictions show only where each value by itself is right
-    try:
-        Recipe.model_validate(
-            {key: value for key, value in values.items() if key not in wrong_alone}
-        )
-    except ValidationError as error:
-        problems += error.errors()
-    sentences = list(dict.fromkeys(_sentence(dict(problem)) for problem in problems))
-    where = f"recipe {printable(name, 100)}" if name is not None else "the settings"
-    advice = "correct it" if len(sentences) == 1 else "correct them"
-    said = printable(", ".join(sentences), _LONGEST)
-    raise UsageError(f"{plural(len(sentences), 'mistake')} in {where}: {said}; {advice}")
+# These may have moved; what lies there is looked at.
+PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})
 
 
 def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
@@ -331,95 +271,3 @@ def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
         return []
     close = difflib.get_close_matches(value.lower(), known, n=3, cutoff=0.4) or sorted(known)[:5]
     return [f"{setting} {shown(value)} is unknown to timm (did you mean {' or '.join(close)}?)"]
-
-
-def _sentence(problem: dict[str, Any]) -> str:
-    """Say what is wrong with one value."""
-    key = str(problem["loc"][0]) if problem["loc"] else ""
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key[:64].replace("-", "_"), Recipe.model_fields, n=2)
-        return f"unknown setting {shown(key)}" + (
-            f" (did you mean {' or '.join(close)}?)" if close else ""
-        )
-    if not key:
-        return str(problem["msg"]).removeprefix("Value error, ")
-    said = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
-    if problem["type"] in ("missing", "too_long"):
-        said = "two numbers"
-    return f"{key} should be {printable(said, 100)}, not {shown(problem['input'])}"
-
-
-def recipe_summaries() -> dict[str, str]:
-    """Return the first comment line of each shipped recipe, by name."""
-    files = sorted(_RECIPES.glob("*.yaml"))
-    return {path.stem: path.read_text().partition("\n")[0].lstrip("# ") for path in files}
-
-
-def recipe_text(name: str) -> str:
-    """Return a shipped recipe's text; for a name that does not exist, a UsageError shows the
-    closest ones.
-    """
-    names = list(recipe_summaries())
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
-        raise UsageError(
-            f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean {' or '.join(close)}?"
-        )
-    return (_RECIPES / f"{name}.yaml").read_text()
-
-
-def recipe_settings(name: str | Path) -> dict[str, Any]:
-    """Read the settings of a shipped recipe, or of a YAML file with one `name: value` a line.
-
-    A RetrofitError says why the file cannot be read; a UsageError, that there is no such recipe, or
-    no settings in it.
-    """
-    what, path = f"recipe {printable(name, 100)}", Path(name)
-    if path.suffix in (".yaml", ".yml") or os.path.exists(path):
-        # opening a pipe would wait for ever
-        if not os.path.isfile(path):
-            problem = "is not a regular file" if os.path.exists(path) else "is not there"
-            raise RetrofitError(f"cannot read the {what}, which {problem}; check the path")
-        try:
-            if (size := path.stat().st_size) > _MOST_BYTES:
-                raise RetrofitError(
-                    f"{what} has {size:,} bytes, more than {_MOST_BYTES:,}; check the path"
-                )
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise RetrofitError(
-                f"cannot read the {what} ({one_line(error)}); check the path"
-            ) from error
-    else:
-        text = recipe_text(str(name))
-    try:
-        values = yaml.load(text, _SettingsLoader)
-    # numbers and dates raise ValueError, and more
-    except Exception as error:
-        raise UsageError(
-            f"{what} is not YAML ({one_line(error)}); write one `name: value` a line"
-        ) from error
-    if values is not None and not isinstance(values, dict):
-        raise UsageError(f"{what} holds no settings; write one `name: value` a line")
-    return {
-        key if isinstance(key, str) else f"<{type(key).__name__}>": value
-        for key, value in (values or {}).items()
-    }
-
-
-class _SettingsLoader(yaml.SafeLoader):
-    """Refuses a name that stands twice, and merged mappings, of which a few lines can stand for
-    gigabytes.
-    """
-
-    def flatten_mapping(self, node: Any) -> None:
-        """Merge nothing: the name `<<` is then one that yaml cannot construct."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        mapping = super().construct_mapping(node, deep)
-        if len(mapping) < len(node.value):
-            counts = Counter(str(key.value) for key, _ in node.value)
-            raise yaml.YAMLError(
-                f"it sets {shortlist([name for name in counts if counts[name] > 1])} twice"
-            )
-        return mapping

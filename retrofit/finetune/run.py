@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from accelerate.utils import gather_object
 from timm.data import create_transform
 from timm.utils import ModelEmaV3, random_seed
 from torch import Tensor, nn
 
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import RetrofitError
+from retrofit.evaluation import Accuracy
 from retrofit.finetune import prepare, run_report, run_state
-from retrofit.finetune.data import Batches, Part, open_data, summed, validate, validation_share
+from retrofit.finetune.batches import Batches
+from retrofit.finetune.data import Images, Part, open_data
 from retrofit.finetune.divergence import (
     ChanceWatch,
     Fault,
@@ -27,20 +28,25 @@ from retrofit.finetune.divergence import (
     divergence_of,
     not_finite,
 )
+from retrofit.finetune.fitting import fit_network, scores_of
+from retrofit.finetune.objective import Objective
+from retrofit.finetune.optimization import build_optimizer, build_scheduler
+from retrofit.finetune.processes import make_accelerator, summed
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
 from retrofit.finetune.run_report import Position, RunCallback, Step
-from retrofit.finetune.statistics import local_norms, recentre, sync_norms, update_bn
 from retrofit.finetune.strength_schedule import StrengthSchedule
+from retrofit.finetune.validation import validate, validation_share
 from retrofit.networks import artifact
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.models import Network
+from retrofit.running_statistics import local_norms, recentre, sync_norms, update_bn
 from retrofit.surgery import strength_layers
 from retrofit.utils.text import shortlist
 
-# images that show whether the network answers the same to all
+# Images that show whether the network answers the same to all.
 _FEW = 8
-# images that moments are measured on before the way back, a few at a time
+# Images that moments are measured on before the way back, a few at a time.
 _RECENTRED = 128
-# images that running statistics are estimated on at a time
+# Images that running statistics are estimated on at a time.
 _PRECISE_BATCH = 32
 
 
@@ -53,27 +59,31 @@ def finetune(
     callback: RunCallback | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Position:
-    """Train a network as a recipe says; the run's folder is new, empty, or of a run killed before
-    its first state.
+    """Train a network as a recipe says. A run that has saved no state leaves nothing behind.
 
-    To `resume`, from the state in the folder, give the network that `resume_network` opens. `stop`
-    is asked after each step; a true answer saves the state and ends the run. A UsageError says
-    which setting does not fit the network or the data; a RetrofitError, that the folder is in use,
-    the data or state cannot be read, the disk is full, or the loss is not finite. A run that has
-    saved no state leaves nothing behind.
+    Args:
+        network: The network; to resume, what `resume_network` opens.
+        recipe: The settings of the run.
+        folder: The run's folder: new, empty, or of a run killed before its first state.
+        resume: Whether to go on from the state in the folder.
+        callback: Called with the run's progress, in the main process.
+        stop: Asked after each step; a true answer saves the state and ends the run.
+
+    Returns:
+        Where the run stands at its end, and how it went.
+
+    Raises:
+        UsageError: If a setting does not fit the network or the data.
+        RetrofitError: If the folder is in use, the data or the state cannot be read, the disk is
+            full, or the loss is not finite.
     """
     accelerator = make_accelerator(recipe, folder)
-    main = accelerator.is_main_process
-    with run_state.owned(folder, resume) if main else nullcontext():
+    is_main = accelerator.is_main_process
+    if callback is None or not is_main:
+        callback = RunCallback()
+    with run_state.owned(folder, resume) if is_main else nullcontext():
         state = run_state.load_state(folder) if resume else None
-        run = Run(
-            network,
-            recipe,
-            folder,
-            accelerator,
-            callback if main and callback else RunCallback(),
-            state,
-        )
+        run = Run(network, recipe, folder, accelerator, callback, state)
         if state is None:
             run.begin()
         else:
@@ -81,77 +91,10 @@ def finetune(
         stopped = False
         while not (run.position.finished or stopped):
             stopped = run.train_epoch(stop)
-            if run.position.step % run.epoch_steps == 0:
+            if run.is_epoch_end:
                 run.end_epoch()
             run.checkpoint()
         return run.end()
-
-
-def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
-    """Set up the run that `torchrun` or `accelerate launch` started; a UsageError names a missing
-    device or tracker.
-    """
-    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if recipe.device not in (None, "cpu") and (present is None or recipe.device != present.type):
-        have = present.type if present else "no accelerator"
-        raise UsageError(
-            f"cannot use `device={recipe.device!r}`: there is {have}; leave it out or use cpu"
-        )
-    cpu = recipe.device == "cpu" or present is None
-    if cpu and recipe.amp_dtype == "float16":
-        raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
-    half = {"bfloat16": "bf16", "float16": "fp16", None: "bf16" if cpu else "fp16"}[
-        recipe.amp_dtype
-    ]
-    trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
-    if missing := [name for name in recipe.log_with if name not in trackers]:
-        have = f"installed here: {', '.join(trackers) or 'none'}"
-        raise UsageError(
-            f"`log_with={missing[:1]!r}` is no tracker of accelerate here ({have}); install it"
-        )
-    return Accelerator(
-        cpu=cpu,
-        mixed_precision=half if recipe.amp else "no",
-        gradient_accumulation_steps=recipe.grad_accum_steps,
-        log_with=recipe.log_with or None,
-        project_dir=str(folder),
-    )
-
-
-def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
-    """Open the network that a recipe names, or raise UsageError if it names none; random weights
-    come from its seed.
-
-    `network` is `open_model`'s: what builds it, if an artifact holds the user's own.
-    """
-    if recipe.model is None:
-        raise UsageError(
-            "there is no network to train; give MODEL, an artifact or a network's name"
-        )
-    random_seed(recipe.seed)
-    return open_model(
-        recipe.model,
-        pretrained=recipe.pretrained,
-        checkpoint=recipe.checkpoint,
-        match=recipe.match,
-        num_classes=recipe.num_classes
-        if recipe.checkpoint
-        # else the run replaces the classifier
-        else None,
-        img_size=recipe.img_size if artifact.artifact_path(recipe.model) is None else None,
-        network=network,
-    )
-
-
-def resume_network(folder: Path, network: str | None = None) -> Network:
-    """Open the network that a run in `folder` began with; `network` as for `open_model`.
-    RetrofitError if none did.
-    """
-    if not (folder / run_state.START).is_file():
-        raise RetrofitError(
-            f"no run to resume in {folder}; give the folder of one, or start one without `resume`"
-        )
-    return open_model(str(folder / run_state.START), network=network)
 
 
 class Run:
@@ -167,12 +110,10 @@ class Run:
         state: dict[str, Any] | None,
     ) -> None:
         """Open the data and prepare the network; `state` is that of a run to go on with."""
-        self.recipe, self.folder, self.accelerator, self.callback = (
-            recipe,
-            folder,
-            accelerator,
-            callback,
-        )
+        self.recipe = recipe
+        self.folder = folder
+        self.accelerator = accelerator
+        self.callback = callback
         self.device = accelerator.device
         random_seed(recipe.seed)
 
@@ -180,114 +121,131 @@ class Run:
         for note in images.notes:
             callback.note(note)
         if state is None:
-            network, self.new_tensors = prepare.fit_network(network, images, recipe, callback.note)
+            network, self.new_tensors = fit_network(network, images, recipe, callback.note)
         else:
             self.new_tensors = tuple(state["new_tensors"])
-        self.network, outputs = network, prepare.scores_of(network)
-        self.layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        self.model = network.model.to(self.device).to(memory_format=self.layout).train()
-        teacher = (
-            prepare.source_network(network, state is not None)
-            if recipe.teacher == "source"
-            else None
-        )
-        self.objective = prepare.Objective(recipe, outputs, teacher)
-        self.val = validation_share(
-            images.val, network.preprocess, None if recipe.labelled else teacher, accelerator
-        )
-        as_validated = create_transform(**network.preprocess.to_dict())
-        self.plain_images = Part(images.train.images, transform=as_validated)
-        rank, world = accelerator.process_index, accelerator.num_processes
-        self.batches = Batches(images.train.images, recipe, network.preprocess, rank, world)
-        # what a resumed run must have as it was
-        self.kept = {
-            **recipe.model_dump(mode="json", exclude=set(FREE | PLACES)),
-            "images": len(images.train.images),
-            "classes": images.names and list(images.names),
-            "processes": world,
-        }
-        self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
-        if not self.epoch_steps:
-            what = (
-                f"an epoch has {len(self.batches)} batches, a step takes {recipe.grad_accum_steps}"
-            )
-            raise RetrofitError(f"{what}; lower `grad_accum_steps` or `batch_size`")
+        self.network = network
+        outputs = scores_of(network)
+        layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+        self.model = network.model.to(self.device).to(memory_format=layout).train()
+        teacher = None
+        if recipe.teacher == "source":
+            teacher = prepare.source_network(network, resumed=state is not None)
+        self.objective = Objective(recipe, outputs, teacher)
+        self._set_up_data(images, None if recipe.labelled else teacher)
         self.position = Position(self.epoch_steps * recipe.epochs)
         classes = images.train.classes if recipe.labelled else outputs
-        self.chance = ChanceWatch(
-            recipe, self.position.steps, classes, network.weights["kind"] == "random"
-        )
-        self._prepare_training()
+        untrained = network.weights["kind"] == "random"
+        self.chance = ChanceWatch(recipe, self.position.steps, classes, untrained)
+        self._set_up_training()
 
-    def _prepare_training(self) -> None:
-        """Set up what changes the weights, and what follows them."""
-        recipe, callback, accelerator = self.recipe, self.callback, self.accelerator
-        prepare.adjust_layers(
-            self.model, recipe, self.position.steps * recipe.grad_accum_steps, callback.note
+    def _set_up_data(self, images: Images, labelling: nn.Module | None) -> None:
+        """Set up what is trained and validated on; without labels, a network gives them."""
+        recipe = self.recipe
+        preprocess = self.network.preprocess
+        rank = self.accelerator.process_index
+        processes = self.accelerator.num_processes
+        self.val = validation_share(images.val, preprocess, labelling, self.accelerator)
+        as_validated = create_transform(**preprocess.to_dict())
+        self.plain_images = Part(images.train.images, transform=as_validated)
+        self.batches = Batches(
+            images.train.images, recipe, preprocess, rank, processes, self.device
         )
-        frozen = recipe.freeze == "all-but-norm"
-        self.frozen_norms = (
-            prepare.freeze_all_but_norm(self.model, self.new_tensors, callback.note)
-            if frozen
-            else []
-        )
-        self.average: Any = (
-            ModelEmaV3(self.model, recipe.model_ema_decay) if recipe.model_ema else None
-        )
-        self.networks = [self.model] if self.average is None else [self.model, self.average.module]
-        self.validated: nn.Module = self.networks[-1]
-        self.schedule: StrengthSchedule | None = None
-        if strength_layers(self.model):
-            noise = recipe.noise if prepare.draws_noise(self.model) else None
-            walk: dict[str, Any] = {
-                "noise": noise,
-                "noise_start": recipe.noise_start,
-                "noise_ramp": recipe.noise_ramp,
-            }
-            walk |= {
-                "shape": recipe.strength_sched,
-                "ramp": recipe.strength_ramp,
-                "end": recipe.strength_end,
-            }
-            self.schedule = StrengthSchedule(
-                nn.ModuleList(self.networks), self.position.steps, **walk
+        # What a resumed run must have as it was.
+        self.kept = recipe.model_dump(mode="json", exclude=set(FREE | PLACES))
+        self.kept["images"] = len(images.train.images)
+        self.kept["classes"] = images.names and list(images.names)
+        self.kept["processes"] = processes
+        self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
+        if not self.epoch_steps:
+            raise RetrofitError(
+                f"an epoch has {len(self.batches)} batches, a step takes "
+                f"{recipe.grad_accum_steps}; lower `grad_accum_steps` or `batch_size`"
             )
+
+    def _set_up_training(self) -> None:
+        """Set up what changes the weights, and what follows them."""
+        recipe = self.recipe
+        accelerator = self.accelerator
+        batches = self.position.steps * recipe.grad_accum_steps
+        prepare.adjust_layers(self.model, recipe, batches, self.callback.note)
+        # Their statistics are as frozen as their weights.
+        self.frozen_norms: list[nn.Module] = []
+        if recipe.freeze == "all-but-norm":
+            self.frozen_norms = prepare.freeze_all_but_norm(
+                self.model, self.new_tensors, self.callback.note
+            )
+        self.average: Any = None
+        self.networks = [self.model]
+        if recipe.model_ema:
+            self.average = ModelEmaV3(self.model, recipe.model_ema_decay)
+            self.networks.append(self.average.module)
+        self.validated: nn.Module = self.networks[-1]
+        self.schedule = self._strength_schedule()
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
-        optimizer = prepare.build_optimizer(self.model, recipe)
+        optimizer = build_optimizer(self.model, recipe)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.scheduler = prepare.build_scheduler(optimizer, recipe, self.epoch_steps)
+        self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
         self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
         accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
-        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        parts |= {
-            "average": self.average and self.validated,
+
+    def _strength_schedule(self) -> StrengthSchedule | None:
+        """Return the schedule of all networks' strength and noise; None if no layer has any."""
+        if not strength_layers(self.model):
+            return None
+        recipe = self.recipe
+        return StrengthSchedule(
+            nn.ModuleList(self.networks),
+            self.position.steps,
+            shape=recipe.strength_sched,
+            ramp=recipe.strength_ramp,
+            end=recipe.strength_end,
+            noise=recipe.noise if prepare.draws_noise(self.model) else None,
+            noise_start=recipe.noise_start,
+            noise_ramp=recipe.noise_ramp,
+        )
+
+    def _stateful(self) -> dict[str, Any]:
+        """Return the parts of the run whose state goes to the disk, by name."""
+        parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
             "schedule": self.schedule,
-            "scaler": accelerator.scaler,
+            "scaler": self.accelerator.scaler,
         }
-        self.stateful: dict[str, Any] = {
-            name: part for name, part in parts.items() if part is not None
-        }
+        if self.average is not None:
+            parts["average"] = self.validated
+        return {name: part for name, part in parts.items() if part is not None}
 
     def begin(self) -> None:
         """Fill the folder with what the run begins with."""
         if self.accelerator.is_main_process:
             (self.folder / run_state.STATE).mkdir(exist_ok=True)
             self.recipe.save(self.folder / run_state.RECIPE)
-            self._write_artifact(self.model, self.folder / run_state.START, self.network.weights)
+            # Its saving proves that the network can be built again.
+            start = self.folder / run_state.START
+            self._write_artifact(self.model, start, self.network.weights, proved=False)
         self.callback.started(self.folder)
         random_seed(self.recipe.seed, self.accelerator.process_index)
         self.checkpoint()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
-        if changed := [name for name, value in self.kept.items() if value != state["kept"][name]]:
-            what = (
-                f"{shortlist(changed)} differ from those that the run in {self.folder} began with"
+        """Go on from a state.
+
+        Raises:
+            RetrofitError: If the images, processes or settings are not those that the run began
+                with.
+        """
+        changed = [name for name, value in self.kept.items() if value != state["kept"][name]]
+        if changed:
+            raise RetrofitError(
+                f"{shortlist(changed)} differ from those that the run in {self.folder} began with; "
+                "resume it with the same images, as many processes, and the recipe in it, "
+                f"{run_state.RECIPE}"
             )
-            how = f"the same images, as many processes, and the recipe in it, {run_state.RECIPE}"
-            raise RetrofitError(f"{what}; resume it with {how}")
-        for name, part in self.stateful.items():
+        for name, part in self._stateful().items():
             part.load_state_dict(state[name])
         self.position = Position(**state["position"])
         run_state.set_random_state(state["generators"][self.accelerator.process_index])
@@ -296,67 +254,65 @@ class Run:
     def checkpoint(self) -> None:
         """Write the state of all processes."""
         generators = gather_object([run_state.random_state()])
-        if self.accelerator.is_main_process:
-            state = {name: part.state_dict() for name, part in self.stateful.items()}
-            state |= {
-                "generators": generators,
-                "position": asdict(self.position),
-                "kept": self.kept,
-            }
-            state["new_tensors"] = list(self.new_tensors)
-            run_state.save_state(self.folder, state)
+        if not self.accelerator.is_main_process:
+            return
+        state = {name: part.state_dict() for name, part in self._stateful().items()}
+        state["generators"] = generators
+        state["position"] = asdict(self.position)
+        state["kept"] = self.kept
+        state["new_tensors"] = list(self.new_tensors)
+        run_state.save_state(self.folder, state)
+
+    @property
+    def is_epoch_end(self) -> bool:
+        """Whether the last step of an epoch is done."""
+        return self.position.step % self.epoch_steps == 0
 
     def train_epoch(self, stop: Callable[[], bool]) -> bool:
-        """Train to the end of the epoch; return whether to stop here, if need be before that."""
-        position, recipe = self.position, self.recipe
-        epoch, done = divmod(position.step, self.epoch_steps)
-        batches = self.batches.epoch(epoch, done * recipe.grad_accum_steps)
+        """Train to the end of the epoch; return whether to stop here, if need be before that.
+
+        Raises:
+            RetrofitError: If the loss, a gradient or the network's state is not finite.
+        """
+        position = self.position
+        epoch, steps_done = divmod(position.step, self.epoch_steps)
+        batches = self.batches.epoch(epoch, steps_done * self.recipe.grad_accum_steps)
         self.gate.start(position.loss_sum)
         self.model.train()
-        # their statistics are as frozen as their weights
         for layer in self.frozen_norms:
             layer.training = False
-        for _ in range(done, self.epoch_steps):
-            began = time.monotonic()
-            for _ in range(recipe.grad_accum_steps):
-                self._train_batch(*next(batches))
-            position.step += 1
-            if self.scheduler is not None:
-                self.scheduler.step_update(position.step)
-            if self.average is not None:
-                self.average.update(self.model, position.step)
-            if self.schedule is not None:
-                self.schedule.step()
-                if (
-                    self.schedule.turning
-                ):  # before the way back, constants say what the network estimates by now
-                    for model in self.networks:
-                        recentre(self.plain_images.batches(_RECENTRED, _FEW), model, self.device)
-            position.seconds += time.monotonic() - began
-            self.gate.send((self._step(epoch), position.images), self.last_images)
-            stopping = stop()
-            # because one was asked to
-            if self.accelerator.num_processes > 1:
-                stopping = summed([stopping], self.accelerator)[0] > 0
-            last = stopping or position.step % self.epoch_steps == 0
-            saving = recipe.checkpoint_every and position.step % recipe.checkpoint_every == 0
-            for verdict in self.gate.verdicts(all_of_them=bool(last or saving)):
-                self._judge(verdict)
-            if (last or saving) and (name := not_finite(self.model)) is not None:
-                raise self._diverged(name, position.step, self.last_images)
-            if last:
+        for _ in range(steps_done, self.epoch_steps):
+            self._train_step(batches)
+            self.gate.send((self._progress(epoch), position.images), self.last_images)
+            stopping = self._any_process(stop())
+            leaving = stopping or self.is_epoch_end
+            saving = self._is_checkpoint_due()
+            self._judge_steps(every=leaving or saving)
+            if leaving:
                 return stopping
             if saving:
                 self.checkpoint()
         return False
 
+    def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        began = time.monotonic()
+        for _ in range(self.recipe.grad_accum_steps):
+            self._train_batch(*next(batches))
+        self.position.step += 1
+        if self.scheduler is not None:
+            self.scheduler.step_update(self.position.step)
+        if self.average is not None:
+            self.average.update(self.model, self.position.step)
+        if self.schedule is not None:
+            self.schedule.step()
+            if self.schedule.turning:
+                self._recentre()
+        self.position.seconds += time.monotonic() - began
+
     def _train_batch(self, images: Tensor, targets: Tensor) -> None:
-        """Do a batch's share of a step."""
-        self._list_unreadable(
-            self.batches.replace_unreadable(images, targets), "another image takes its place"
-        )
-        images = images.to(self.device, non_blocking=True, memory_format=self.layout)
-        images, targets = self.objective.mix(images, targets.to(self.device, non_blocking=True))
+        """Do a batch's share of a step; images (N, C, H, W) and targets (N,) are on the device."""
+        self._list_unreadable(self.batches.take_unreadable(), "another image takes its place")
+        images, targets = self.objective.mix(images, targets)
         with self.accelerator.accumulate(self.wrapped):
             loss = self.objective.loss(self.wrapped(images), images, targets)
             self.gate.add(loss, len(images))
@@ -368,135 +324,186 @@ class Run:
         self.last_images = images
         self.position.images += len(images)
 
+    def _recentre(self) -> None:
+        """Before the way back, have constants say what the network estimates by now."""
+        for model in self.networks:
+            recentre(self.plain_images.batches(_RECENTRED, _FEW), model, self.device)
+
+    def _any_process(self, asked: bool) -> bool:
+        """Tell whether any process was asked to stop: then all do."""
+        if self.accelerator.num_processes == 1:
+            return asked
+        return summed([asked], self.accelerator)[0] > 0
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self.recipe.checkpoint_every
+        return every > 0 and self.position.step % every == 0
+
     def _list_unreadable(self, names: Iterable[str], then: str) -> None:
         for name in names:
             if name not in self.position.unreadable:
                 self.position.unreadable.append(name)
                 self.callback.note(f"warning: cannot read {name}; {then}")
 
-    def _step(self, epoch: int) -> Step:
+    def _progress(self, epoch: int) -> Step:
         """Describe the step that was just done; its loss is known once the device has come so far."""
         position = self.position
-        rate = position.images * self.accelerator.num_processes / max(position.seconds, 1e-9)
-        where = (epoch + 1, self.recipe.epochs, position.step, position.steps)
-        return Step(*where, loss=math.nan, **self._now(), images_per_second=rate)
+        images = position.images * self.accelerator.num_processes
+        return Step(
+            epoch=epoch + 1,
+            epochs=self.recipe.epochs,
+            step=position.step,
+            steps=position.steps,
+            loss=math.nan,
+            lr=self._rate(),
+            strength=self._strength(),
+            images_per_second=images / max(position.seconds, 1e-9),
+        )
+
+    def _rate(self) -> float:
+        return float(max(group["lr"] for group in self.optimizer.param_groups))
+
+    def _strength(self) -> float | None:
+        return None if self.schedule is None else self.schedule.strength
+
+    def _judge_steps(self, every: bool) -> None:
+        """Report the steps that are due, or every one; end the run after one that is not finite."""
+        for verdict in self.gate.verdicts(all_of_them=every):
+            self._judge(verdict)
+        if every:
+            name = not_finite(self.model)
+            if name is not None:
+                raise self._diverged(name, self.position.step, self.last_images)
 
     def _judge(self, verdict: Verdict) -> None:
-        """Report a step whose loss and gradient were finite; end the run after any other."""
         step, images = verdict.step
         if verdict.fault is not None:
             raise self._diverged(verdict.what, step.step, verdict.images, verdict.fault)
         self.position.loss_sum = verdict.loss_sum
-        self.callback.step(step := replace(step, loss=verdict.loss_sum / images))
+        step = replace(step, loss=verdict.loss_sum / images)
+        self.callback.step(step)
         figures = {"train_loss": step.loss, "lr": step.lr, "strength": step.strength or 0.0}
         self.accelerator.log(figures, step=step.step)
 
     def _diverged(
-        self, what: str, step: int, images: Tensor, fault: Fault = "state"
+        self, part: str, step: int, images: Tensor, fault: Fault = "state"
     ) -> RetrofitError:
         """Say what is not finite, which layer went first, where the last good state is, and what to
         do.
         """
-        # the other processes do not take part
+        # The other processes do not take part.
         with local_norms(self.model):
             cause, advice = divergence_of(self.model, images, fault, self.recipe)
         good = run_state.load_state(self.folder)["position"]["step"]
-        what = f"{what} is not finite at step {step} of {self.position.steps}: {cause}"
-        where = f"the last good state is {self.folder / run_state.STATE}, step {good}"
-        return RetrofitError(f"{what}; {where}; {advice}")
-
-    def _now(self) -> dict[str, Any]:
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        return {"lr": float(max(rates)), "strength": self.schedule and self.schedule.strength}
+        return RetrofitError(
+            f"{part} is not finite at step {step} of {self.position.steps}: {cause}; "
+            f"the last good state is {self.folder / run_state.STATE}, step {good}; {advice}"
+        )
 
     def end_epoch(self) -> None:
         """Validate, write the epoch's line, and the network if it is the best so far."""
-        position, recipe = self.position, self.recipe
+        position = self.position
         loss_sum, images = summed([position.loss_sum, position.images], self.accelerator)
-        if recipe.precise_bn is not None:
+        if self.recipe.precise_bn is not None:
             for model in self.networks:
-                update_bn(
-                    self.plain_images.batches(recipe.precise_bn, _PRECISE_BATCH), model, self.device
-                )
-        accuracy = None
-        measured: dict[str, Any] = dict.fromkeys(("val_top1", "val_top5", "val_loss"))
-        if self.val is not None:
-            accuracy = validate(
-                self.validated, self.val, self.network.preprocess, recipe, self.accelerator
-            )
-            loss = None if math.isnan(accuracy.loss) else accuracy.loss
-            measured = {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": loss}
-            self._list_unreadable(accuracy.skipped, "it is left out")
+                batches = self.plain_images.batches(self.recipe.precise_bn, _PRECISE_BATCH)
+                update_bn(batches, model, self.device)
+        accuracy = self._validate()
+        measured = _measured(accuracy)
         for names in gather_object([position.unreadable]):
             self._list_unreadable(names, "it is left out")
         row: dict[str, Any] = {
             "epoch": position.step // self.epoch_steps,
             "step": position.step,
             "train_loss": loss_sum / images,
-            **self._now(),
-            "noise": self.schedule and self.schedule.noise,
+            "lr": self._rate(),
+            "strength": self._strength(),
+            "noise": None if self.schedule is None else self.schedule.noise,
             "images_per_second": round(images / max(position.seconds, 1e-9), 1),
             "unreadable": len(position.unreadable),
             **measured,
         }
-        position.rows.append(row)
-        position.loss_sum, position.images, position.seconds = 0.0, 0, 0.0
-        better = position.is_best(
-            row["val_top1"], 0.0 if self.schedule is None else 1 - self.schedule.remaining
-        )
-        self.accelerator.log(
-            {name: value for name, value in measured.items() if value is not None}, position.step
-        )
+        position.begin_epoch(row)
+        progress = 0.0 if self.schedule is None else 1 - self.schedule.remaining
+        is_best = position.is_best(row["val_top1"], progress)
+        figures = {name: value for name, value in measured.items() if value is not None}
+        self.accelerator.log(figures, position.step)
         if not self.accelerator.is_main_process:
             return
-        if better:
+        if is_best:
             self._write_artifact(self.validated, self.folder / "best.safetensors")
         run_report.write_metrics(self.folder, position.rows)
-        # which may look at the files
+        # Which may look at the files.
         self.callback.epoch(row)
         if accuracy is not None:
-            few = self.plain_images.batches(_FEW, _FEW)
-            if (
-                warning := self.chance.warning(row, accuracy.images, self.validated, few)
-            ) is not None:
-                self.callback.note(warning)
+            self._warn_of_chance(row, accuracy.images)
+
+    def _validate(self) -> Accuracy | None:
+        if self.val is None:
+            return None
+        preprocess = self.network.preprocess
+        accuracy = validate(self.validated, self.val, preprocess, self.recipe, self.accelerator)
+        self._list_unreadable(accuracy.skipped, "it is left out")
+        return accuracy
+
+    def _warn_of_chance(self, row: dict[str, Any], images: int) -> None:
+        few = self.plain_images.batches(_FEW, _FEW)
+        warning = self.chance.warning(row, images, self.validated, few)
+        if warning is not None:
+            self.callback.note(warning)
 
     def end(self) -> Position:
         """Write the networks and the picture that the run leaves behind."""
-        position = self.position
         if self.accelerator.is_main_process:
             self._write_artifact(self.model, self.folder / "last.safetensors")
-            if self.val is None and position.finished:
+            if self.val is None and self.position.finished:
                 self._write_artifact(self.validated, self.folder / "best.safetensors")
-            if (
-                position.rows
-                and (problem := run_report.draw(self.folder, position.rows)) is not None
-            ):
-                self.callback.note(
-                    f"warning: a picture cannot be drawn ({problem}); the run is complete without it"
-                )
+            self._draw()
         self.accelerator.end_training()
-        return position
+        return self.position
+
+    def _draw(self) -> None:
+        if not self.position.rows:
+            return
+        problem = run_report.draw(self.folder, self.position.rows)
+        if problem is not None:
+            self.callback.note(
+                f"warning: a picture cannot be drawn ({problem}); the run is complete without it"
+            )
 
     def _write_artifact(
-        self, model: nn.Module, path: Path, weights: dict[str, Any] | None = None
+        self,
+        model: nn.Module,
+        path: Path,
+        weights: dict[str, Any] | None = None,
+        proved: bool = True,
     ) -> None:
-        steps, network = self.position.step, self.network
-        origin = network.weights.get("from") or network.source.name
-        trained: dict[str, Any] = {
-            "kind": "checkpoint",
-            "from": f"{self.folder}, step {steps}, from {origin}",
-        }
-        if self.schedule is not None:
-            trained["steps"] = steps
+        """Write a network, by default as one that the run has trained."""
         with local_norms(model):
-            # which proves that the network can be built again
-            first = weights is not None
             artifact.save(
                 model,
                 path,
-                source=network.source,
-                weights=weights or trained,
+                source=self.network.source,
+                weights=weights or self._trained_weights(),
                 force=True,
-                proved=not first,
+                proved=proved,
             )
+
+    def _trained_weights(self) -> dict[str, Any]:
+        """Say where the weights come from."""
+        steps = self.position.step
+        origin = self.network.weights.get("from") or self.network.source.name
+        source = f"{self.folder}, step {steps}, from {origin}"
+        weights: dict[str, Any] = {"kind": "checkpoint", "from": source}
+        if self.schedule is not None:
+            weights["steps"] = steps
+        return weights
+
+
+def _measured(accuracy: Accuracy | None) -> dict[str, float | None]:
+    """Return an epoch's validation metrics."""
+    if accuracy is None:
+        return dict.fromkeys(("val_top1", "val_top5", "val_loss"))
+    measured = {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": accuracy.loss}
+    # Where no image has finite scores, the loss is NaN.
+    return {name: None if math.isnan(value) else value for name, value in measured.items()}

@@ -23,18 +23,18 @@ _PANELS = (
 class Step:
     """Where a run is."""
 
-    # from 1
+    # From 1.
     epoch: int
     epochs: int
-    # optimizer steps done
+    # Optimizer steps done.
     step: int
     steps: int
-    # mean of the epoch so far
+    # Mean of the epoch so far.
     loss: float
     lr: float
-    # None without converted layers
+    # None without converted layers.
     strength: float | None
-    # all processes together
+    # All processes together.
     images_per_second: float
 
 
@@ -58,23 +58,23 @@ class RunCallback:
 class Position:
     """Where a run stands, beside its tensors, and in the end how it went."""
 
-    # of the whole run
+    # Of the whole run.
     steps: int
-    # optimizer steps done
+    # Optimizer steps done.
     step: int = 0
-    # of the epoch's images so far
+    # Of the epoch's images so far.
     loss_sum: float = 0.0
-    # of the epoch so far
+    # Of the epoch so far.
     images: int = 0
-    # that these took
+    # That these took.
     seconds: float = 0.0
-    # validation accuracy in percent
+    # Validation accuracy in percent.
     best: float | None = None
-    # how far on the way to the target the best is, from 0 to 1
+    # How far on the way to the target the best is, from 0 to 1.
     best_progress: float = 0.0
-    # metrics of each whole epoch
+    # Metrics of each whole epoch.
     rows: list[dict[str, Any]] = field(default_factory=list)
-    # images, by name
+    # Images, by name.
     unreadable: list[str] = field(default_factory=list)
 
     @property
@@ -82,26 +82,35 @@ class Position:
         """Whether the run was not asked to stop before its end."""
         return self.step == self.steps
 
+    def begin_epoch(self, row: dict[str, Any]) -> None:
+        """Add the metrics of the epoch that is done, and begin the next."""
+        self.rows.append(row)
+        self.loss_sum = 0.0
+        self.images = 0
+        self.seconds = 0.0
+
     def is_best(self, top1: float | None, progress: float) -> bool:
         """Note whether an epoch is the best: the furthest on the way to the target, whatever the
         way costs.
         """
-        if top1 is None or (
-            self.best is not None and (progress, top1) <= (self.best_progress, self.best)
-        ):
+        if top1 is None:
             return False
-        self.best, self.best_progress = top1, progress
+        if self.best is not None and (progress, top1) <= (self.best_progress, self.best):
+            return False
+        self.best = top1
+        self.best_progress = progress
         return True
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        ends = {
+        return {
             "finished": self.finished,
             "step": self.step,
             "steps": self.steps,
             "best_top1": self.best,
+            "last": self.rows[-1] if self.rows else None,
+            "unreadable": self.unreadable,
         }
-        return {**ends, "last": self.rows[-1] if self.rows else None, "unreadable": self.unreadable}
 
 
 def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -123,25 +132,25 @@ def draw(folder: Path, rows: list[dict[str, Any]]) -> str | None:
     Return why that failed, which is not worth the run.
     """
     try:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 9), layout="constrained")
-        panels = figure.subplots(len(_PANELS), 1, sharex=True)
-        for axes, curves in zip(panels, _PANELS, strict=True):
-            for key, label in curves.items():
-                if rows[-1][key] is not None:
-                    axes.plot(
-                        [row["epoch"] for row in rows],
-                        [row[key] for row in rows],
-                        ".-",
-                        label=label,
-                    )
-            if axes.lines:
-                axes.legend(frameon=False)
-        panels[-1].set_xlabel("epoch")
-        with atomic_write(folder / "curves.png", force=True) as temporary:
-            figure.savefig(temporary, format="png", dpi=120)
-    # of matplotlib or the disk
+        _draw(folder / "curves.png", rows)
+    # Of matplotlib or the disk.
     except Exception as error:
         return one_line(error)
     return None
+
+
+def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 9), layout="constrained")
+    panels = figure.subplots(len(_PANELS), 1, sharex=True)
+    epochs = [row["epoch"] for row in rows]
+    for axes, curves in zip(panels, _PANELS, strict=True):
+        for key, label in curves.items():
+            if rows[-1][key] is not None:
+                axes.plot(epochs, [row[key] for row in rows], ".-", label=label)
+        if axes.lines:
+            axes.legend(frameon=False)
+    panels[-1].set_xlabel("epoch")
+    with atomic_write(path, force=True) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

@@ -14,27 +14,64 @@ import numpy as np
 import torch
 
 from retrofit.errors import RetrofitError
-from retrofit.utils.files import acquire, atomic_write, release, sweep, termination_unwinds
+from retrofit.utils.files import (
+    acquire,
+    atomic_write,
+    flush,
+    release,
+    sweep,
+    termination_unwinds,
+)
 from retrofit.utils.text import one_line
 
 SCHEMA = 3
-RECIPE, STATE = "recipe.yaml", "state"
-# the artifact that a run began with
+RECIPE = "recipe.yaml"
+STATE = "state"
+# The artifact that a run began with.
 START = f"{STATE}/start.safetensors"
-_LAST, _PREVIOUS = f"{STATE}/last.pt", f"{STATE}/previous.pt"
+_LAST = f"{STATE}/last.pt"
+_PREVIOUS = f"{STATE}/previous.pt"
 _LOCK = ".lock"
 
 
 @contextmanager
 def owned(folder: Path, resume: bool) -> Iterator[None]:
-    """Own a run's folder while the body runs; a RetrofitError if another process owns it, or it
-    cannot be made.
+    """Own a run's folder while the body runs.
 
-    A new run takes a folder that is empty or not there, or that holds a run which was killed before
-    its first state, and no other. If the body fails before it has saved a state, what it made is
-    removed.
+    A new run takes a folder that is empty or absent, or that holds a run which was killed before
+    its first state, and no other. If the body fails before a state was saved, what it made is
+    removed; a saved state is never removed.
+
+    Args:
+        folder: The run's folder.
+        resume: Whether the run goes on from the state in the folder.
+
+    Raises:
+        RetrofitError: If another process owns the folder, it cannot be made, or a new run finds
+            files of others in it.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    _lock(folder)
+    try:
+        sweep(folder)
+        sweep(folder / STATE)
+        with termination_unwinds():
+            if resume:
+                yield
+            else:
+                _refuse_used(folder)
+                _clear(folder)
+                with _cleared_without_state(folder):
+                    yield
+    finally:
+        release(folder / _LOCK)
+        # A folder that holds a run stays.
+        with suppress(OSError):
+            for path in new_folders:
+                path.rmdir()
+
+
+def _lock(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = acquire(folder / _LOCK)
@@ -46,34 +83,30 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
         raise RetrofitError(
             f"another process trains in {folder}; give another `folder`, or resume once it has ended"
         )
+
+
+def _refuse_used(folder: Path) -> None:
+    """Refuse a folder that holds more than a run which was killed before its first state."""
+    present = {path.name for path in folder.iterdir()} - {_LOCK}
+    if not present:
+        return
+    if STATE in present and present <= {RECIPE, STATE}:
+        states = {path.name for path in (folder / STATE).iterdir()}
+        if states <= {Path(START).name}:
+            return
+    raise RetrofitError(
+        f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
+    )
+
+
+@contextmanager
+def _cleared_without_state(folder: Path) -> Iterator[None]:
     try:
-        sweep(folder)
-        sweep(folder / STATE)
-        if not resume:
-            present = {path.name for path in folder.iterdir()} - {_LOCK}
-            states = (
-                {path.name for path in (folder / STATE).iterdir()} if STATE in present else set()
-            )
-            killed = (
-                STATE in present and present <= {RECIPE, STATE} and states <= {Path(START).name}
-            )
-            if present and not killed:
-                raise RetrofitError(
-                    f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
-                )
-            _clear(folder)
-        with termination_unwinds():
-            try:
-                yield
-            finally:
-                if not resume and not (folder / _LAST).exists():
-                    _clear(folder)
+        yield
     finally:
-        release(folder / _LOCK)
-        # it holds a run now
-        with suppress(OSError):
-            for path in made:
-                path.rmdir()
+        states = [folder / _LAST, folder / _PREVIOUS]
+        if not any(path.exists() for path in states):
+            _clear(folder)
 
 
 def _clear(folder: Path) -> None:
@@ -82,8 +115,10 @@ def _clear(folder: Path) -> None:
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write a run's state and keep the one before it; one of the two is always whole, even if the
-    disk is full.
+    """Write a run's state and keep the one before it; one of the two is always whole.
+
+    Raises:
+        RetrofitError: If the disk is full.
     """
     last = folder / _LAST
     with atomic_write(last, force=True) as temporary:
@@ -91,8 +126,10 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
             torch.save({"schema": SCHEMA, **state}, temporary)
         # torch's writer reports a full disk so
         except RuntimeError as error:
-            what = f"cannot write the state {last} ({one_line(error)})"
-            raise RetrofitError(f"{what}; free space, then go on with `resume`") from error
+            problem = f"cannot write the state {last} ({one_line(error)})"
+            raise RetrofitError(f"{problem}; free space, then go on with `resume`") from error
+        # The former state moves aside only once the new one is on the disk.
+        flush(temporary)
         if last.exists():
             os.replace(last, folder / _PREVIOUS)
 
@@ -127,8 +164,14 @@ def random_state() -> dict[str, Any]:
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     numpy = (kind, np.asarray(keys).tolist(), *rest)
-    state = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy,
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from retrofit.layers.strength import check_strength
 from retrofit.utils.text import plural
 
 Shape = Literal["linear", "cosine", "there-and-back", "off"]
-# noise is a plain number, on which a compiled network specializes: few values, few compilations
+# Noise is a plain number, on which a compiled network specializes: few values, few compilations.
 NOISE_STAGES = 4
 
 
@@ -64,19 +64,10 @@ class StrengthSchedule:
     ) -> None:
         if shape not in get_args(Shape):
             raise UsageError(f"`shape` must be one of {', '.join(get_args(Shape))}, not {shape!r}")
-        for name, value in (
-            ("ramp", ramp),
-            ("noise_start", noise_start),
-            ("noise_ramp", noise_ramp),
-        ):
-            if not 0 <= value <= 1:
-                raise UsageError(
-                    f"`{name}` is a fraction of the training, from 0 to 1, not {value}"
-                )
+        _check_fractions(ramp=ramp, noise_start=noise_start, noise_ramp=noise_ramp)
         if total_steps < 1:
             raise UsageError(f"`total_steps` must be at least 1, not {total_steps}")
-        start, self._end = check_strength(start), check_strength(end)
-        self._most_noise = None if noise is None else check_noise(noise)
+        self._end = check_strength(end)
         self._there_and_back = shape == "there-and-back"
         if self._there_and_back and self._end == 1:
             raise UsageError(
@@ -86,22 +77,21 @@ class StrengthSchedule:
         if not self._layers:
             raise RetrofitError("the model holds no converted layer; convert it first")
         self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]
-        if self._most_noise and not self._noisy:
+        if noise and not self._noisy:
             raise UsageError("`noise` means nothing to these layers, which draw none; leave it out")
-        self._total, self._turn = total_steps, total_steps // 2
-        self._shape, self._ramp, self._noise_start, self._noise_ramp = (
-            shape,
-            ramp,
-            noise_start,
-            noise_ramp,
-        )
+        self._most_noise = None if noise is None else check_noise(noise)
+        self._total = total_steps
+        self._turn = total_steps // 2
+        self._shape = shape
+        self._ramp = ramp
+        self._noise_start = noise_start
+        self._noise_ramp = noise_ramp
         self._steps = 0
         self._strengths = [float(layer.strength) for layer in self._layers]
-        self._starts = [max(start, strength) for strength in self._strengths]
-        self.noise: float | None = (
-            # the factor that was set; None if the layers' own is left alone
-            None
-        )
+        lowest = check_strength(start)
+        self._starts = [max(lowest, strength) for strength in self._strengths]
+        # The factor that was set; None if the layers' own is left alone.
+        self.noise: float | None = None
         self._set()
 
     def step(self) -> None:
@@ -145,48 +135,71 @@ class StrengthSchedule:
             UsageError: If `state` is not from a schedule of such a network; nothing is changed in
                 that case.
         """
-        try:
-            steps, starts = int(state["steps"]), [float(start) for start in state["starts"]]
-        except (KeyError, TypeError, ValueError):
-            starts = []
+        steps, starts = self._read(state)
         if len(starts) != len(self._layers):
-            what = (
-                f"`state` is not that of a StrengthSchedule of {plural(len(self._layers), 'layer')}"
-            )
+            layers = plural(len(self._layers), "layer")
             raise UsageError(
-                f"{what}; pass what `state_dict` of the schedule of the same network returned"
+                f"`state` is not that of a StrengthSchedule of {layers}; "
+                "pass what `state_dict` of the schedule of the same network returned"
             )
-        self._steps, self._starts = steps, starts
+        self._steps = steps
+        self._starts = starts
         self._set(again=True)
+
+    @staticmethod
+    def _read(state: dict[str, Any]) -> tuple[int, list[float]]:
+        """Return the steps and the starts of a state; no starts if it is of something else."""
+        try:
+            return int(state["steps"]), [float(start) for start in state["starts"]]
+        except (KeyError, TypeError, ValueError):
+            return 0, []
 
     def _set(self, again: bool = False) -> None:
         """Set strength and noise where they change, or `again`, whatever has become of them."""
         done = self._steps / self._total
-        if self._shape != "off" and (
-            (strengths := self._strengths_at(done)) != self._strengths or again
-        ):
-            for layer, strength in zip(self._layers, strengths, strict=True):
-                layer.set_strength(strength)
-            self._strengths = strengths
-        if self._most_noise is not None and (
-            (noise := self._noise_at(done, self._most_noise)) != self.noise or again
-        ):
-            for noisy in self._noisy:
-                noisy.noise = noise
-            self.noise = noise
+        if self._shape != "off":
+            strengths = self._strengths_at(done)
+            if again or strengths != self._strengths:
+                for layer, strength in zip(self._layers, strengths, strict=True):
+                    layer.set_strength(strength)
+                self._strengths = strengths
+        if self._most_noise is not None:
+            noise = self._noise_at(done, self._most_noise)
+            if again or noise != self.noise:
+                for noisy in self._noisy:
+                    noisy.noise = noise
+                self.noise = noise
 
     def _strengths_at(self, done: float) -> list[float]:
-        ramp, goal = (self._ramp / 2, 1.0) if self._there_and_back else (self._ramp, self._end)
-        starts, turn = self._starts, self._turn / self._total
-        if self._there_and_back and done > turn:
-            done, goal, starts = done - turn, self._end, [1.0] * len(starts)
-        risen = 1.0 if done >= ramp else done / ramp
+        """Return each layer's strength after this fraction of the training."""
+        if not self._there_and_back:
+            return self._between(self._starts, self._end, _share(done, self._ramp))
+        ramp = self._ramp / 2
+        turn = self._turn / self._total
+        if done <= turn:
+            return self._between(self._starts, 1.0, _share(done, ramp))
+        top = [1.0] * len(self._starts)
+        return self._between(top, self._end, _share(done - turn, ramp))
+
+    def _between(self, starts: list[float], end: float, share: float) -> list[float]:
         if self._shape == "cosine":
-            risen = (1 - math.cos(math.pi * risen)) / 2
-        return [start + (goal - start) * risen for start in starts]
+            share = (1 - math.cos(math.pi * share)) / 2
+        return [start + (end - start) * share for start in starts]
 
     def _noise_at(self, done: float, most: float) -> float:
-        if (since := done - self._noise_start) < 0:
+        since = done - self._noise_start
+        if since < 0:
             return 0.0
-        grown = 1.0 if since >= self._noise_ramp else since / self._noise_ramp
-        return most * math.ceil(grown * NOISE_STAGES) / NOISE_STAGES
+        stage = math.ceil(_share(since, self._noise_ramp) * NOISE_STAGES)
+        return most * stage / NOISE_STAGES
+
+
+def _share(done: float, ramp: float) -> float:
+    """Return which share of a ramp is done, from 0 to 1; a ramp of length 0 is done at once."""
+    return 1.0 if done >= ramp else done / ramp
+
+
+def _check_fractions(**fractions: float) -> None:
+    for name, value in fractions.items():
+        if not 0 <= value <= 1:
+            raise UsageError(f"`{name}` is a fraction of the training, from 0 to 1, not {value}")

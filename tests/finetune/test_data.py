@@ -1,10 +1,6 @@
-"""Order, augmentation and division of the images."""
+"""Division of the images into those to train on and those to validate on."""
 
-import multiprocessing
-import os
 import shutil
-import signal
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +10,15 @@ import torch
 from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.data import Batches, Images, Order, Part, open_data
+from retrofit.finetune.data import Images, Part, open_data
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_state import random_state
 from retrofit.images import dataset
 from retrofit.images.dataset import open_images
-from retrofit.record import Preprocess
-from tests.finetune.conftest import assert_same
-
-PREPROCESS = Preprocess((3, 16, 16), (0.5,) * 3, (0.5,) * 3)
+from tests.finetune.test_batches import batches
 
 
 def data(pictures: Path | None, labels: list[str] | None = None, **settings: Any) -> Images:
     return open_data(Recipe(data_dir=pictures and str(pictures), **settings), labels, 3)
-
-
-def batches(pictures: Path, rank: int = 0, world: int = 1, **settings: Any) -> Batches:
-    defaults = {"batch_size": 4, "workers": 0, "aa": "rand-m9", "reprob": 0.5, "val_split": 0.0}
-    recipe = Recipe(**{"data_dir": str(pictures), **defaults, **settings})
-    return Batches(open_data(recipe, None, 3).train.images, recipe, PREPROCESS, rank, world)
 
 
 def parts(
@@ -41,66 +27,6 @@ def parts(
     for name in names:
         shutil.copytree(pictures, root / name, dirs_exist_ok=True)
     return root
-
-
-def drawn(
-    size: int, rank: int = 0, world: int = 1, seed: int = 1, epoch: int = 0
-) -> list[list[tuple[int, int]]]:
-    """The batches of an epoch of 22 images."""
-    order = Order(22, size, rank, world, seed)
-    order.epoch = epoch
-    return list(order)
-
-
-def test_an_epoch_holds_every_image_once_and_the_processes_share_it() -> None:
-    whole, shares = drawn(6), [drawn(3, rank, 2) for rank in range(2)]
-    assert [a + b for a, b in zip(*shares, strict=True)] == whole
-    epochs = [
-        [number for batch in of for _, number in batch]
-        for of in (whole, drawn(6, epoch=1), drawn(6, seed=2))
-    ]
-    assert len(epochs[0]) == len(set(epochs[0])) == 18  # what makes no whole batch is left out
-    assert len(set(map(tuple, epochs))) == 3
-
-
-def test_workers_end_with_the_batches_also_within_an_epoch(pictures: Path) -> None:
-    begun = batches(pictures)
-    epoch, loader = begun.epoch(0), weakref.ref(begun._loader)
-    next(epoch)
-    del begun, epoch
-    assert (
-        loader() is None
-    )  # without waiting for the garbage collector, which does not run when a process exits
-
-
-def test_the_pictures_do_not_depend_on_workers_start_or_what_was_drawn_before(
-    pictures: Path,
-) -> None:
-    alone, helped = batches(pictures), batches(pictures, workers=2)
-    before = random_state()
-    one = list(alone.epoch(3))
-    assert_same(random_state()["torch"], before.pop("torch"))
-    assert before.items() <= random_state().items()
-    torch.rand(5)
-    other = list(helped.epoch(3, start=2))
-    assert len(one) == len(alone) == 6
-    assert_same(one[2:], other)
-
-
-def test_a_signal_to_the_whole_group_leaves_the_decoders_at_work(pictures: Path) -> None:
-    epoch = batches(pictures, workers=1).epoch(0)
-    next(epoch)
-    for worker in multiprocessing.active_children():
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGTERM)
-        os.kill(worker.pid, signal.SIGINT)
-    assert len(list(epoch)) == 5
-
-
-def test_two_processes_augment_as_one_does(pictures: Path) -> None:
-    whole = next(batches(pictures).epoch(0))[0]
-    halves = [next(batches(pictures, rank, 2, batch_size=2).epoch(0))[0] for rank in (0, 1)]
-    assert torch.equal(whole, torch.cat(halves))
 
 
 def test_held_out_images_are_not_trained_on(pictures: Path) -> None:

@@ -21,7 +21,7 @@ from retrofit.finetune.divergence import (
     explanation,
     not_finite,
 )
-from retrofit.finetune.prepare import build_optimizer
+from retrofit.finetune.optimization import build_optimizer
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.layers import BatchNormalNorm2d
@@ -169,7 +169,9 @@ def test_the_host_reads_nothing_of_a_step(train: Train, monkeypatch: pytest.Monk
     }
     with reads:
         train("run", val_split=0.0, epochs=1, callback=Watch(), workers=1, **settings)
-    assert per_step[1:] == [{"tolist": 2 + 1}] * 5  # a step has two batches
+    # A step reads two batches, one of them ahead for the next step.
+    assert per_step[1:-1] == [{"tolist": 2 + 1}] * 4
+    assert per_step[-1] == {"tolist": 1 + 1}
 
 
 SLOWER = "lower `lr` or `noise`, or lengthen `strength_ramp`"

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune import prepare
+from retrofit.finetune import fitting, optimization, prepare
 from retrofit.finetune.data import open_data
-from retrofit.finetune.prepare import Objective, build_optimizer
+from retrofit.finetune.objective import Objective
+from retrofit.finetune.optimization import build_optimizer
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, ProxyNorm
 from retrofit.layers.frozen_batch_norm import TrainedAffine
@@ -33,8 +34,8 @@ from tests.finetune.conftest import assert_same, small_network
 def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     network = open_model(name) if "squeeze" in name else small_network()
     old = {key: tensor.clone() for key, tensor in network.model.state_dict().items()}
-    changed, fresh = prepare.with_classes(network, 7)
-    assert prepare.scores_of(changed) == 7
+    changed, fresh = fitting.with_classes(network, 7)
+    assert fitting.scores_of(changed) == 7
     new = changed.model.state_dict()
     assert new.keys() == old.keys()
     for key, tensor in new.items():
@@ -45,7 +46,7 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
 @pytest.mark.slow
 def test_what_torchvision_builds_for_weights_stays() -> None:
     source = build(ModelSource("torchvision", "googlenet", {"weights": "IMAGENET1K_V1"}))
-    changed, fresh = prepare.with_classes(
+    changed, fresh = fitting.with_classes(
         Network(retrofit.convert(source, "bnn", check=False)[0]), 7
     )
     assert fresh == ("fc.weight", "fc.bias")
@@ -56,12 +57,12 @@ def test_what_torchvision_builds_for_weights_stays() -> None:
 def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() -> None:
     network = small_network()
     network.model.layer1[0].bn1.noise, network.model.bn1.momentum = 0.25, 0.01
-    changed, _ = prepare.with_classes(network, 7)
+    changed, _ = fitting.with_classes(network, 7)
     assert (changed.model.layer1[0].bn1.noise, changed.model.bn1.momentum) == (0.25, 0.01)
     assert changed.model.fc.out_features == 7
     network.model.bn1.eps = 0.3
     with pytest.raises(RetrofitError, match=r"eps of bn1 is 0.3 here, 1e-05 in test_resnet"):
-        prepare.with_classes(network, 7)
+        fitting.with_classes(network, 7)
 
 
 def standing_for(
@@ -73,7 +74,7 @@ def standing_for(
 
 def test_a_network_whose_classifier_cannot_be_told() -> None:
     with pytest.raises(RetrofitError, match="cannot tell the classifier"):
-        prepare.with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
+        fitting.with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
 
 
 class TwoHeads(
@@ -91,17 +92,17 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     with pytest.raises(
         RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"
     ):
-        prepare.scores_of(network, (3, 16, 16))
+        fitting.scores_of(network, (3, 16, 16))
     assert_same(network.model.state_dict(), before)
     assert all(module.training for module in network.model.modules())
     network = standing_for(network, body)
-    assert prepare.scores_of(network, (3, 16, 16)) == 4 * 12 * 12
+    assert fitting.scores_of(network, (3, 16, 16)) == 4 * 12 * 12
     set_record(network.model, preprocess=replace(network.preprocess, input_size=(3, 4, 4)))
     with pytest.raises(
         RetrofitError,
         match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size",
     ):
-        prepare.scores_of(network, (3, 16, 16))
+        fitting.scores_of(network, (3, 16, 16))
 
 
 def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
     network.model.layer1[0].bn1.running_lambda[0] = math.inf
     message = r"^layer1.0.bn1.running_lambda of test_resnet holds NaN or infinity before the first step; train from oth"
     with pytest.raises(RetrofitError, match=message):
-        prepare.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+        fitting.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
 
 
 DISTILLED = {"teacher": "source"}
@@ -155,9 +156,9 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
         with pytest.raises(
             RetrofitError, match=rf"{unlike}.*; give `class_map`, .* `task_loss_weight=0`"
         ):
-            prepare.fit_network(network, images, recipe, notes.append)
+            fitting.fit_network(network, images, recipe, notes.append)
         return
-    network, _ = prepare.fit_network(network, images, recipe, notes.append)
+    network, _ = fitting.fit_network(network, images, recipe, notes.append)
     found = [note for note in notes if "new classifier" not in note]
     assert len(found) == bool(said), notes
     assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
@@ -172,7 +173,7 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
 
 def test_a_network_gets_the_recipes_images(pictures: Path) -> None:
     network, recipe = small_network(), Recipe(data_dir=str(pictures), img_size=48, crop_pct=0.9)
-    network, _ = prepare.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+    network, _ = fitting.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
     assert (network.preprocess.input_size, network.preprocess.crop_pct) == ((3, 48, 48), 0.9)
 
 
@@ -251,7 +252,7 @@ def by_parameter(groups: list[dict[str, Any]], setting: str) -> dict[int, float]
 @pytest.mark.parametrize("layer_decay", [None, 0.5])
 def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | None) -> None:
     model = converted("ln-pn")
-    groups = prepare.parameter_groups(model, 0.1, layer_decay)
+    groups = optimization.parameter_groups(model, 0.1, layer_decay)
     decay = by_parameter(groups, "weight_decay")
     assert sorted(decay) == sorted(
         id(parameter) for group in groups for parameter in group["params"]
@@ -266,7 +267,7 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
         assert scale[id(model.fc.weight)] == 1.0
         assert scale[id(proxies[0].proxy_bias)] < scale[id(proxies[-1].proxy_bias)]
     everything = by_parameter(
-        prepare.parameter_groups(model, 0.1, layer_decay, decay_norms=True), "weight_decay"
+        optimization.parameter_groups(model, 0.1, layer_decay, decay_norms=True), "weight_decay"
     )
     assert everything == dict.fromkeys(map(id, model.parameters()), 0.1)
     assert everything.keys() == decay.keys()
@@ -275,7 +276,7 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
 def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
     """It has three dimensions there, as the weights of convolutions have."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), FrozenBatchNorm(8).plain_layer()[1])
-    decay = by_parameter(prepare.parameter_groups(model, 0.1), "weight_decay")
+    decay = by_parameter(optimization.parameter_groups(model, 0.1), "weight_decay")
     (affine,) = (module for module in model.modules() if isinstance(module, TrainedAffine))
     assert (decay[id(affine.weight)], decay[id(affine.bias)], decay[id(model[0].weight)]) == (
         0.0,
@@ -323,9 +324,9 @@ def test_a_constant_rate_is_warmed_up_and_decays_with_the_layers(sched: str) -> 
         opt="sgd", lr=0.1, sched=sched, warmup_epochs=1, warmup_lr=0.0, layer_decay=0.5, epochs=4
     )
     optimizer = build_optimizer(converted("bnn"), recipe)
-    scheduler = prepare.build_scheduler(optimizer, recipe, steps_per_epoch=4)
+    scheduler = optimization.build_scheduler(optimizer, recipe, steps_per_epoch=4)
     for step, rate in ((2, 0.05), (4, 0.1), (15, 0.1)):
         scheduler.step_update(step)
         for group in optimizer.param_groups:
             assert group["lr"] == pytest.approx(rate * group["lr_scale"])
-    assert prepare.build_scheduler(optimizer, Recipe(sched="none"), steps_per_epoch=4) is None
+    assert optimization.build_scheduler(optimizer, Recipe(sched="none"), steps_per_epoch=4) is None

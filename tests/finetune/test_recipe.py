@@ -15,8 +15,8 @@ from torch import nn
 from retrofit.cli.convert import command
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.prepare import build_optimizer
-from retrofit.finetune.recipe import load_recipe, recipe_summaries, recipe_text
+from retrofit.finetune.optimization import build_optimizer
+from retrofit.finetune.recipe_files import load_recipe, recipe_summaries, recipe_text
 from retrofit.layers import ProxyNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.networks.cifar import resnet18
@@ -191,11 +191,11 @@ def test_what_is_not_there_or_no_file_is_not_read(tmp_path: Path) -> None:
         (
             tmp_path / "absent.yaml",
             RetrofitError,
-            r"cannot read the recipe .*, which is not there; check the path",
+            r"there is no recipe at .*absent.yaml; check the path",
         ),
-        (tmp_path / "pipe.yaml", RetrofitError, "not a regular file"),
+        (tmp_path / "pipe.yaml", RetrofitError, "pipe.yaml is a pipe or a device; check the path"),
         (tmp_path / "latin.yaml", RetrofitError, "codec can't decode"),
-        (tmp_path, RetrofitError, "not a reg"),
+        (tmp_path, RetrofitError, "is a folder; check the path"),
     ):
         with pytest.raises(error, match=words):
             load_recipe(path, {})

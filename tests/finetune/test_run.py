@@ -21,9 +21,10 @@ from torch.optim.swa_utils import update_bn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy
-from retrofit.finetune import data, run, run_report
+from retrofit.finetune import run, run_report, validation
 from retrofit.finetune.data import open_data
-from retrofit.finetune.recipe import Recipe, load_recipe
+from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers.strength import strength_code, strength_layers
@@ -138,6 +139,28 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
     for name in ("last", "best"):
         assert_same(weights(tmp_path / "whole", name), weights(tmp_path / "broken", name))
     assert [row["train_loss"] for row in again.rows] == [row["train_loss"] for row in whole.rows]
+
+
+def test_an_interruption_while_a_state_is_saved_loses_no_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes once the former state has moved aside, before the new one takes its place."""
+    replace = os.replace
+    state = tmp_path / "broken" / "state"
+
+    def interrupted(source: Path, target: Path) -> None:
+        if Path(target) == state / "last.pt" and (state / "previous.pt").exists():
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    train("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train("broken")
+    assert sorted(os.listdir(state)) == ["previous.pt", "start.safetensors"]
+    train("broken", resume=True)
+    assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
 
 
 def test_the_noise_of_the_conversion_stays_unless_the_recipe_names_another(
@@ -411,13 +434,13 @@ def work(rank: int, folder: str) -> None:
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # as torchrun sets them
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     seen: list[dict[str, Tensor]] = []
-    evaluate = data.evaluate
+    evaluate = validation.evaluate
 
     def listen(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seen.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         return evaluate(model, *args, **kwargs)
 
-    data.evaluate = listen  # type: ignore[assignment]
+    validation.evaluate = listen  # type: ignore[assignment]
     for average in (False, True):
         store, patience = (
             f"file://{folder}/store-{average}",

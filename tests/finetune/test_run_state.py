@@ -5,12 +5,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune.run_state import owned
+from retrofit.finetune.run_state import load_state, owned, save_state
+from tests.faults import faults_of, injected
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -140,3 +143,28 @@ def test_where_no_folder_can_be_made(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RetrofitError, match=r"cannot make the folder .*; give another"):
         owned(tmp_path / place, resume=False).__enter__()
+
+
+def run_of_three_states(folder: Path, saved: list[int]) -> None:
+    with owned(folder, resume=False):
+        fill(folder, "recipe.yaml", "state/start.safetensors")
+        for number in (1, 2, 3):
+            save_state(folder, {"weights": torch.full((9,), number)})
+            saved.append(number)
+
+
+def test_an_error_at_any_call_of_a_run_removes_nothing_that_was_saved(tmp_path: Path) -> None:
+    folders = map(tmp_path.joinpath, map(str, count()))
+    for fault in faults_of(lambda: run_of_three_states(next(folders), [])):
+        folder = next(folders)
+        saved: list[int] = []
+        with injected(fault):
+            run_of_three_states(folder, saved)
+        if not saved:
+            continue
+        assert {"recipe.yaml", "state/start.safetensors"} <= contents(folder).keys(), fault
+        with owned(folder, resume=True):
+            weights = load_state(folder)["weights"]
+            assert weights.unique().item() in (saved[-1], saved[-1] + 1), fault
+            save_state(folder, {"weights": torch.zeros(9)})
+        assert not load_state(folder)["weights"].any(), fault

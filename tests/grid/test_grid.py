@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.cli import main
 from retrofit.finetune import run
-from retrofit.finetune.recipe import load_recipe
+from retrofit.finetune.recipe_files import load_recipe
 from retrofit.layers import StrengthMixin
 from retrofit.networks.models import open_model
 from retrofit.record import record_of

@@ -1,0 +1,237 @@
+"""A network opened for a run, and fitted to its images: their size, and the data's classes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.utils import random_seed
+from torch import Tensor, nn
+
+from retrofit import surgery
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.finetune import run_state
+from retrofit.finetune.data import UNLABELLED, Images
+from retrofit.finetune.divergence import not_finite
+from retrofit.finetune.recipe import Recipe
+from retrofit.networks import artifact
+from retrofit.networks.contents import set_training_settings, tensors_of, training_settings
+from retrofit.networks.library import build, with_options
+from retrofit.networks.models import Network, open_model
+from retrofit.networks.rebuild import identify
+from retrofit.record import set_record
+from retrofit.utils.running import evaluating
+from retrofit.utils.text import one_line, plural, shortlist
+
+# Weights and biases of a head, or of two with a distillation token.
+_MOST_NEW_TENSORS = 4
+
+
+def recipe_network(recipe: Recipe, network: str | None = None) -> Network:
+    """Open the network that a recipe names; random weights come from its seed.
+
+    Args:
+        recipe: The settings of the run.
+        network: As for `open_model`: what builds it, if an artifact holds the user's own.
+
+    Raises:
+        UsageError: If the recipe names none.
+        RetrofitError: If it cannot be opened.
+    """
+    if recipe.model is None:
+        raise UsageError(
+            "there is no network to train; give MODEL, an artifact or a network's name"
+        )
+    random_seed(recipe.seed)
+    options: dict[str, Any] = {}
+    # Without a checkpoint, the run replaces the classifier.
+    if recipe.checkpoint:
+        options["num_classes"] = recipe.num_classes
+    if artifact.artifact_path(recipe.model) is None:
+        options["img_size"] = recipe.img_size
+    return open_model(
+        recipe.model,
+        pretrained=recipe.pretrained,
+        checkpoint=recipe.checkpoint,
+        match=recipe.match,
+        network=network,
+        **options,
+    )
+
+
+def resume_network(folder: Path, network: str | None = None) -> Network:
+    """Open the network that a run in `folder` began with; `network` as for `open_model`.
+
+    Raises:
+        RetrofitError: If no run began there.
+    """
+    if not (folder / run_state.START).is_file():
+        raise RetrofitError(
+            f"no run to resume in {folder}; give the folder of one, or start one without `resume`"
+        )
+    return open_model(str(folder / run_state.START), network=network)
+
+
+def fit_network(
+    network: Network, images: Images, recipe: Recipe, note: Callable[[str], None]
+) -> tuple[Network, tuple[str, ...]]:
+    """Give a network the recipe's image size and the data's outputs and labels.
+
+    Args:
+        network: The network, whose record is changed.
+        images: The images of the run.
+        recipe: The settings of the run.
+        note: Called with a sentence for each change.
+
+    Returns:
+        The network, and the names of its new tensors.
+
+    Raises:
+        RetrofitError: If the network cannot be trained on these images: it holds NaN or infinity,
+            it does not take them, its classifier cannot be replaced, or it has to teach and its
+            outputs or their names differ from the data's.
+    """
+    name = not_finite(network.model)
+    if name is not None:
+        raise RetrofitError(
+            f"{name} of {network.source} holds NaN or infinity before the first step; "
+            "train from other weights"
+        )
+    built_for = network.preprocess.input_size
+    _set_image_size(network, recipe)
+    present = scores_of(network, built_for)
+    outputs = recipe.num_classes or len(images.names or ()) or present
+    new_tensors: tuple[str, ...] = ()
+    if outputs != present:
+        if recipe.teacher == "source":
+            counts = plural(present, "output"), plural(outputs, "class")
+            raise RetrofitError(
+                "the source network has {} and cannot teach {}; ".format(*counts)
+                + f"give `class_map`, or {UNLABELLED}"
+            )
+        network, new_tensors = with_classes(network, outputs)
+        note(f"new classifier: {outputs} outputs in place of {present}, initialized to zero")
+    # A new classifier has no labels.
+    if recipe.labelled and images.train.contradicts(network.labels):
+        note(_taken_by_order(network, images, recipe))
+    if images.names is not None:
+        # Where outputs are left over, the network's own names are none of theirs.
+        has_all = len(images.names) == outputs
+        set_record(network.model, labels=list(images.names) if has_all else None)
+    return network, new_tensors
+
+
+def _set_image_size(network: Network, recipe: Recipe) -> None:
+    preprocess = network.preprocess
+    channels, height, width = preprocess.input_size
+    size = (channels, recipe.img_size or height, recipe.img_size or width)
+    crop_pct = recipe.crop_pct or preprocess.crop_pct
+    set_record(network.model, preprocess=replace(preprocess, input_size=size, crop_pct=crop_pct))
+
+
+def _taken_by_order(network: Network, images: Images, recipe: Recipe) -> str:
+    """Say that the data's classes were taken for outputs of other names; refuse it of a teacher."""
+    classes = shortlist(images.train.names or ())
+    labels = shortlist(network.labels or ())
+    problem = (
+        f"the data's classes ({classes}) are not what the network calls its outputs ({labels})"
+    )
+    if recipe.teacher == "source":
+        raise RetrofitError(
+            f"{problem}, so that its teacher may contradict the labels; "
+            f"give `class_map`, or {UNLABELLED}"
+        )
+    return (
+        f"{problem}: they were taken for its outputs in their order; "
+        "if that is wrong, give `class_map`"
+    )
+
+
+def scores_of(network: Network, built_for: tuple[int, int, int] | None = None) -> int:
+    """Return how many class scores a network gives for an image of its record's size.
+
+    Args:
+        network: The network.
+        built_for: The image size (C, H, W) that it was built for; None for its record's.
+
+    Raises:
+        RetrofitError: If it gives no class scores, or does not take the image.
+    """
+    size = network.preprocess.input_size
+    with evaluating(network.model):
+        # Of this module alone: networks with several heads ask it which to use.
+        network.model.training = True
+        try:
+            answer = network.model(torch.zeros(1, *size))
+        except Exception as error:
+            raise _wrong_size(network, built_for, error) from error
+    if isinstance(answer, Tensor) and answer.ndim == 2:
+        return answer.shape[1]
+    kind = type(answer).__name__
+    if isinstance(answer, Tensor):
+        kind = f"a tensor of shape {tuple(answer.shape)}"
+    raise RetrofitError(
+        f"{network.source} gives {kind} in training, not class scores; use an image classifier"
+    )
+
+
+def _wrong_size(
+    network: Network, built_for: tuple[int, int, int] | None, error: Exception
+) -> RetrofitError:
+    size = network.preprocess.input_size
+    pixels = f"{size[1]} x {size[2]} pixels"
+    advice = "give another `img_size`"
+    if built_for is not None and size != built_for:
+        build = f"`retrofit convert --img-size {size[-1]}`"
+        advice = (
+            f"give `img_size={built_for[-1]}`, "
+            f"or build it for this size before it is converted ({build})"
+        )
+    return RetrofitError(
+        f"{network.source} does not take images of {pixels} ({one_line(error)}); {advice}"
+    )
+
+
+def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:
+    """Return the network with a new classifier, all else kept, and the names of the tensors that
+    are new.
+
+    The library builds it again with that many outputs, which have no names, and the conversion is
+    repeated, so that its artifact can be loaded. The new classifier starts at zero: a random one
+    would first send noise into the trained layers, and the features of a network trained at another
+    scale can make its first loss several times that of guessing.
+
+    Raises:
+        RetrofitError: If the library cannot build it, or does not build the network as it stands.
+    """
+    plans = surgery.plans_of(network.model)
+    model = surgery.replay(build(with_options(network.source, num_classes=classes)), plans)
+    old = tensors_of(network.model)
+    new = tensors_of(model)
+    fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)
+    if not old.keys() <= new.keys() or not 0 < len(fresh) <= _MOST_NEW_TENSORS:
+        raise RetrofitError(
+            f"cannot tell the classifier of {network.source} from the rest; "
+            "convert it anew with as many outputs, "
+            f"`retrofit convert --num-classes {classes}`"
+        )
+    # Nothing was set by hand.
+    identify(network.model, network.source)
+    set_training_settings(model, training_settings(network.model))
+    kept = {name: old[name] for name in new if name not in fresh}
+    for name, tensor in kept.items():
+        new[name].data = tensor.data
+    # Layers may look at it.
+    model.load_state_dict(kept, strict=False)
+    _zero_classifier(model, fresh)
+    model.train(network.model.training)
+    set_record(model, preprocess=network.preprocess, weights=network.weights)
+    return replace(network, model=model), fresh
+
+
+def _zero_classifier(model: Any, fresh: tuple[str, ...]) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.weight" in fresh:
+            for parameter in module.parameters(recurse=False):
+                nn.init.zeros_(parameter)

@@ -1,0 +1,114 @@
+"""The optimizer of a run and the schedule of its learning rate, both timm's."""
+
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from timm.scheduler import create_scheduler_v2, scheduler_kwargs
+from torch import nn
+
+from retrofit.errors import UsageError
+from retrofit.finetune.recipe import Recipe
+from retrofit.layers import ProxyNorm
+from retrofit.layers.frozen_batch_norm import TrainedAffine
+from retrofit.utils.text import one_line
+
+# torch's own: one pass over the weights, and a flag to leave a step out.
+_FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    layer_decay: float | None = None,
+    decay_norms: bool = False,
+) -> list[dict[str, Any]]:
+    """Return timm's parameter groups, but with weight decay on ProxyNorm; for torch's and timm's
+    optimizers.
+
+    timm does not decay one-dimensional parameters, such as ProxyNorm's; the ProxyNorm paper does
+    (Labatie et al. 2021, appendix A.1).
+
+    Args:
+        model: The network; parameters that do not require gradients are left out.
+        weight_decay: Weight decay of all parameters except biases and those of norms.
+        layer_decay: Factor on the learning rate from each layer to the one before it; None for the
+            same rate in all.
+        decay_norms: Whether to decay all parameters, as both papers do for ResNets.
+    """
+    undecayed = _undecayed_names(model)
+    if layer_decay is None:
+        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed)
+    else:
+        groups = param_groups_layer_decay(
+            model, weight_decay, no_weight_decay_list=undecayed, layer_decay=layer_decay
+        )
+    decayed = list(model.parameters()) if decay_norms else _proxies(model)
+    decayed_ids = {id(parameter) for parameter in decayed}
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        timms = [p for p in group["params"] if id(p) not in decayed_ids]
+        ours = [p for p in group["params"] if id(p) in decayed_ids]
+        if timms:
+            split.append({**group, "params": timms})
+        if ours:
+            split.append({**group, "params": ours, "weight_decay": weight_decay})
+    return split
+
+
+def _undecayed_names(model: Any) -> set[str]:
+    """Return what the network itself asks not to decay, and affine weights of shape (C, 1, 1), in
+    which timm sees no norm.
+    """
+    modules = [module for module in model.modules() if isinstance(module, TrainedAffine)]
+    affines = {id(module.weight) for module in modules}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in affines}
+    if hasattr(model, "no_weight_decay"):
+        names |= set(model.no_weight_decay())
+    return names
+
+
+def _proxies(model: nn.Module) -> list[Any]:
+    norms = [module for module in model.modules() if isinstance(module, ProxyNorm)]
+    return [parameter for norm in norms for parameter in (norm.proxy_bias, norm.proxy_scale)]
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer over what is trained.
+
+    Raises:
+        UsageError: If timm cannot build it, or it has no eps to set.
+    """
+    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, recipe.decay_norms)
+    options: dict[str, Any] = {}
+    if recipe.opt.lower() in _FUSED:
+        options["fused"] = True
+    if recipe.opt_eps is not None:
+        options["eps"] = recipe.opt_eps
+    try:
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
+            groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum, **options
+        )
+    # Optimizers assert, or miss a package.
+    except Exception as error:
+        raise UsageError(
+            f"cannot build the optimizer {recipe.opt} ({one_line(error)}); take another `opt`"
+        ) from error
+    if recipe.opt_eps is not None and "eps" not in optimizer.defaults:
+        raise UsageError(f"the optimizer {recipe.opt} has no eps; leave `opt_eps` out")
+    return optimizer
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> Any:
+    """Build the recipe's schedule of the learning rate; `step_update(steps done)` moves it. None: a
+    constant rate.
+    """
+    # timm reads its own settings, whose names a recipe has.
+    options = scheduler_kwargs(recipe)
+    options["warmup_epochs"] = recipe.warmup
+    options["warmup_lr"] = min(recipe.warmup_lr, recipe.lr)
+    options["step_on_epochs"] = False
+    scheduler, _epochs = create_scheduler_v2(
+        optimizer, **options, updates_per_epoch=steps_per_epoch
+    )
+    return scheduler

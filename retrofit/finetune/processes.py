@@ -1,0 +1,72 @@
+"""The processes and the device of a run, through accelerate."""
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+
+from retrofit.errors import UsageError
+from retrofit.finetune.recipe import Recipe
+
+
+def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
+    """Set up the run that `torchrun` or `accelerate launch` started.
+
+    Raises:
+        UsageError: If a device or tracker is missing, or the device has no such mixed precision.
+    """
+    _refuse_missing_trackers(recipe.log_with)
+    on_cpu = _runs_on_cpu(recipe.device)
+    return Accelerator(
+        cpu=on_cpu,
+        mixed_precision=_mixed_precision(recipe, on_cpu),
+        gradient_accumulation_steps=recipe.grad_accum_steps,
+        log_with=recipe.log_with or None,
+        project_dir=str(folder),
+    )
+
+
+def _runs_on_cpu(device: str | None) -> bool:
+    """Tell whether a run with this `device` setting runs on a CPU."""
+    if device == "cpu":
+        return True
+    kind = "no accelerator"
+    present = None
+    if torch.accelerator.is_available():
+        present = torch.accelerator.current_accelerator()
+    if present is not None:
+        kind = present.type
+    if device not in (None, kind):
+        raise UsageError(
+            f"cannot use `device={device!r}`: there is {kind}; leave it out or use cpu"
+        )
+    return present is None
+
+
+def _mixed_precision(recipe: Recipe, on_cpu: bool) -> str:
+    """Return accelerate's word for the data type of mixed precision."""
+    if not recipe.amp:
+        return "no"
+    if on_cpu and recipe.amp_dtype == "float16":
+        raise UsageError("mixed precision on a CPU is bfloat16's; drop `amp_dtype='float16'`")
+    if recipe.amp_dtype == "bfloat16" or on_cpu:
+        return "bf16"
+    return "fp16"
+
+
+def _refuse_missing_trackers(names: list[str]) -> None:
+    trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
+    missing = [name for name in names if name not in trackers]
+    if missing:
+        installed = ", ".join(trackers) or "none"
+        raise UsageError(
+            f"`log_with={missing[:1]!r}` is no tracker of accelerate here "
+            f"(installed here: {installed}); install it"
+        )
+
+
+def summed(figures: list[float], accelerator: Accelerator) -> list[float]:
+    """Return the sums of figures over all processes."""
+    device = accelerator.device if accelerator.device.type == "cuda" else "cpu"
+    return accelerator.reduce(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()

@@ -1,0 +1,163 @@
+"""Recipe files: those of the package, and others, which may come from anywhere and are read within
+bounds.
+"""
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from retrofit.errors import UsageError
+from retrofit.finetune.recipe import Recipe
+from retrofit.utils.files import read_text
+from retrofit.utils.text import one_line, plural, printable, shortlist, shown
+
+_INSTALLED = Path(__file__).parents[1] / "recipes"
+# In a source checkout they lie beside the package.
+_RECIPES = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "recipes"
+# A recipe is a page of text.
+_MOST_BYTES = 2**14
+# How the names of timm's datasets begin.
+_NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")
+_SOURCES = frozenset({"data_dir", "dataset"})
+# Characters for what is wrong with a recipe.
+_LONGEST = 520
+
+
+def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe:
+    """Read a shipped recipe, a YAML file or, for None, the defaults alone.
+
+    Args:
+        name: The recipe's name or file.
+        overrides: Settings by field name, which win.
+
+    Raises:
+        UsageError: If there is no such recipe; or a list of everything that is wrong with it.
+        RetrofitError: If its file cannot be read.
+    """
+    title = "the settings"
+    settings: dict[str, Any] = {}
+    if name is not None:
+        title = f"recipe {printable(name, 100)}"
+        settings = recipe_settings(name)
+    # Images come from one place: a command line's replaces the recipe's.
+    if overrides.keys() & _SOURCES:
+        settings = {key: value for key, value in settings.items() if key not in _SOURCES}
+    settings.update(overrides)
+    place = settings.get("data_dir")
+    if _names_a_dataset(place) and not settings.get("dataset"):
+        settings["dataset"] = place
+        settings["data_dir"] = None
+    try:
+        return Recipe.model_validate(settings)
+    except ValidationError as error:
+        sentences = _mistakes(settings, error)
+    advice = "correct it" if len(sentences) == 1 else "correct them"
+    listed = printable(", ".join(sentences), _LONGEST)
+    raise UsageError(f"{plural(len(sentences), 'mistake')} in {title}: {listed}; {advice}")
+
+
+def _names_a_dataset(place: Any) -> bool:
+    return isinstance(place, str) and place.startswith(_NAMED) and not os.path.exists(place)
+
+
+def _mistakes(settings: dict[str, Any], error: ValidationError) -> list[str]:
+    """Say everything that is wrong with settings, each mistake once."""
+    problems = error.errors()
+    # Contradictions show only where each value by itself is right.
+    wrong_alone = {problem["loc"][0] for problem in problems if problem["loc"]}
+    others = {key: value for key, value in settings.items() if key not in wrong_alone}
+    try:
+        Recipe.model_validate(others)
+    except ValidationError as contradictions:
+        problems += contradictions.errors()
+    return list(dict.fromkeys(_sentence(dict(problem)) for problem in problems))
+
+
+def _sentence(problem: dict[str, Any]) -> str:
+    """Say what is wrong with one value."""
+    key = "".join(map(str, problem["loc"][:1]))
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key[:64].replace("-", "_"), Recipe.model_fields, n=2)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        return f"unknown setting {shown(key)}{hint}"
+    if not key:
+        return str(problem["msg"]).removeprefix("Value error, ")
+    rule = str(problem["msg"]).removeprefix("Input should be ").replace(";", ",")
+    if problem["type"] in ("missing", "too_long"):
+        rule = "two numbers"
+    return f"{key} should be {printable(rule, 100)}, not {shown(problem['input'])}"
+
+
+def recipe_summaries() -> dict[str, str]:
+    """Return the first comment line of each shipped recipe, by name."""
+    files = sorted(_RECIPES.glob("*.yaml"))
+    return {path.stem: path.read_text().partition("\n")[0].lstrip("# ") for path in files}
+
+
+def recipe_text(name: str) -> str:
+    """Return a shipped recipe's text.
+
+    Raises:
+        UsageError: If there is none of that name; it shows the closest ones.
+    """
+    names = list(recipe_summaries())
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
+        raise UsageError(
+            f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean {' or '.join(close)}?"
+        )
+    return (_RECIPES / f"{name}.yaml").read_text()
+
+
+def recipe_settings(name: str | Path) -> dict[str, Any]:
+    """Read the settings of a shipped recipe, or of a YAML file with one `name: value` a line.
+
+    Raises:
+        RetrofitError: If the file cannot be read.
+        UsageError: If there is no such recipe, or no settings in it.
+    """
+    title = f"recipe {printable(name, 100)}"
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or os.path.exists(path):
+        text = read_text(path, "recipe", most=_MOST_BYTES)
+    else:
+        text = recipe_text(str(name))
+    try:
+        settings = yaml.load(text, _SettingsLoader)
+    # Numbers and dates raise ValueError, and more.
+    except Exception as error:
+        raise UsageError(
+            f"{title} is not YAML ({one_line(error)}); write one `name: value` a line"
+        ) from error
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        raise UsageError(f"{title} holds no settings; write one `name: value` a line")
+    return {
+        key if isinstance(key, str) else f"<{type(key).__name__}>": value
+        for key, value in settings.items()
+    }
+
+
+class _SettingsLoader(yaml.SafeLoader):
+    """Refuses a name that stands twice, and merged mappings, of which a few lines can stand for
+    gigabytes.
+    """
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Merge nothing: the name `<<` is then one that yaml cannot construct."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            counts = Counter(str(key.value) for key, _ in node.value)
+            raise yaml.YAMLError(
+                f"it sets {shortlist([name for name in counts if counts[name] > 1])} twice"
+            )
+        return mapping

@@ -1,0 +1,139 @@
+"""Order and augmentation of the training images, and what reaches the device."""
+
+import multiprocessing
+import os
+import signal
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from timm.data import create_transform
+
+from retrofit.finetune.batches import Batches, Order
+from retrofit.finetune.data import open_data
+from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_state import random_state
+from retrofit.record import Preprocess
+from tests.finetune.conftest import assert_same
+
+PREPROCESS = Preprocess((3, 16, 16), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+
+def batches(pictures: Path, rank: int = 0, world: int = 1, **settings: Any) -> Batches:
+    defaults = {"batch_size": 4, "workers": 0, "aa": "rand-m9", "reprob": 0.5, "val_split": 0.0}
+    recipe = Recipe(**{"data_dir": str(pictures), **defaults, **settings})
+    return Batches(open_data(recipe, None, 3).train.images, recipe, PREPROCESS, rank, world)
+
+
+def drawn(
+    size: int, rank: int = 0, world: int = 1, seed: int = 1, epoch: int = 0
+) -> list[list[tuple[int, int]]]:
+    """The batches of an epoch of 22 images."""
+    order = Order(22, size, rank, world, seed)
+    order.epoch = epoch
+    return list(order)
+
+
+def test_an_epoch_holds_every_image_once_and_the_processes_share_it() -> None:
+    whole, shares = drawn(6), [drawn(3, rank, 2) for rank in range(2)]
+    assert [a + b for a, b in zip(*shares, strict=True)] == whole
+    epochs = [
+        [number for batch in of for _, number in batch]
+        for of in (whole, drawn(6, epoch=1), drawn(6, seed=2))
+    ]
+    assert len(epochs[0]) == len(set(epochs[0])) == 18  # what makes no whole batch is left out
+    assert len(set(map(tuple, epochs))) == 3
+
+
+def test_workers_end_with_the_batches_also_within_an_epoch(pictures: Path) -> None:
+    begun = batches(pictures)
+    epoch, loader = begun.epoch(0), weakref.ref(begun._loader)
+    next(epoch)
+    del begun, epoch
+    assert (
+        loader() is None
+    )  # without waiting for the garbage collector, which does not run when a process exits
+
+
+def test_the_pictures_do_not_depend_on_workers_start_or_what_was_drawn_before(
+    pictures: Path,
+) -> None:
+    alone, helped = batches(pictures), batches(pictures, workers=2)
+    before = random_state()
+    one = list(alone.epoch(3))
+    assert_same(random_state()["torch"], before.pop("torch"))
+    assert before.items() <= random_state().items()
+    torch.rand(5)
+    other = list(helped.epoch(3, start=2))
+    assert len(one) == len(alone) == 6
+    assert_same(one[2:], other)
+
+
+def test_a_signal_to_the_whole_group_leaves_the_decoders_at_work(pictures: Path) -> None:
+    epoch = batches(pictures, workers=1).epoch(0)
+    next(epoch)
+    for worker in multiprocessing.active_children():
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGINT)
+    assert len(list(epoch)) == 5
+
+
+def test_two_processes_augment_as_one_does(pictures: Path) -> None:
+    whole = next(batches(pictures).epoch(0))[0]
+    halves = [next(batches(pictures, rank, 2, batch_size=2).epoch(0))[0] for rank in (0, 1)]
+    assert torch.equal(whole, torch.cat(halves))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("channels", [3, 1])
+def test_images_are_normalized_as_timm_does_in_the_format_of_the_network(
+    pictures: Path, channels: int, channels_last: bool
+) -> None:
+    """Without augmentation, a batch holds what timm's transform gives image by image."""
+    recipe = Recipe(data_dir=str(pictures), batch_size=4, workers=0, no_aug=True, val_split=0.0)
+    recipe = recipe.model_copy(update={"channels_last": channels_last})
+    preprocess = Preprocess(
+        (channels, 16, 16), PREPROCESS.mean[:channels], PREPROCESS.std[:channels]
+    )
+    images = open_data(recipe, None, channels).train.images
+    made = Batches(images, recipe, preprocess, rank=0, world=1)
+    (pixels, targets) = next(made.epoch(0))
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert pixels.is_contiguous(memory_format=layout)
+    assert pixels.dtype == torch.float32
+    numbers = [number for _, number in next(iter(made._order))]
+    images.transform = create_transform(
+        preprocess.input_size,
+        is_training=True,
+        no_aug=True,
+        mean=preprocess.mean,
+        std=preprocess.std,
+    )
+    expected = torch.stack([images[number][0] for number in numbers])
+    torch.testing.assert_close(pixels, expected, rtol=0, atol=1e-6)
+    assert targets.tolist() == [images[number][1] for number in numbers]
+
+
+def test_random_erasing_draws_normalized_pixels(pictures: Path) -> None:
+    plain = torch.cat([images for images, _ in batches(pictures, reprob=0.0).epoch(0)])
+    erased = torch.cat([images for images, _ in batches(pictures, reprob=1.0).epoch(0)])
+    changed = (plain - erased).abs().amax(1) > 1e-5
+    assert (changed.flatten(1).any(1)).all()
+    torch.testing.assert_close(
+        *(x.movedim(1, -1)[~changed] for x in (plain, erased)), rtol=0, atol=1e-5
+    )
+    drawn = erased.movedim(1, -1)[changed]
+    assert abs(drawn.mean()) < 0.1
+    assert abs(drawn.std() - 1) < 0.1
+
+
+def test_unreadable_images_are_replaced_and_named_once(pictures: Path) -> None:
+    (pictures / "ant" / "0.png").write_bytes(b"no picture")
+    made = batches(pictures, aa=None, reprob=0.0)
+    seen = [(images, targets) for images, targets in made.epoch(0)]
+    assert made.take_unreadable() == ["ant/0.png"]
+    assert made.take_unreadable() == []
+    assert all((targets >= 0).all() for _, targets in seen)
