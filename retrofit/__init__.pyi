@@ -3,7 +3,6 @@ from .errors import RetrofitError, UsageError
 from .export import export_onnx, fold
 from .export.bake import bake
 from .layers.norms import NORMS
-from .running_statistics import freeze_norms, recentre, sync_norms, update_bn
 from .networks.artifact import load, save
 from .networks.hub import push_to_hub, save_for_hub
 from .running_statistics import freeze_norms, recentre, sync_norms, update_bn
