@@ -1,4 +1,5 @@
 from . import callbacks, layers
+from .conversion_options import register_target
 from .errors import RetrofitError, UsageError
 from .export import export_onnx, fold
 from .export.bake import bake
@@ -29,6 +30,7 @@ __all__ += [
     "plan",
     "push_to_hub",
     "recentre",
+    "register_target",
     "save",
     "save_for_hub",
 ]

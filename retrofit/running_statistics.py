@@ -16,7 +16,6 @@ from torch.optim import swa_utils
 from retrofit import layers as ours
 from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
-from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
 from retrofit.utils.running import device_of, evaluating, hooked, input_of, modes_kept
@@ -247,13 +246,12 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
         The number of layers that synchronize.
 
     Raises:
-        RetrofitError: If a layer whitens (`dbn`, `dbnn`), which requires all values of a set in one
-            process.
+        RetrofitError: If a layer has no synchronized form: one that whitens needs all values of a
+            set in one process.
     """
-    if any(isinstance(module, DecorrelatedNorm) for module in model.modules()):
-        raise RetrofitError(
-            "whitening is not synchronized between processes; leave dbn and dbnn unsynchronized"
-        )
+    for module in model.modules():
+        if isinstance(module, StrengthMixin) and module.unsynchronized:
+            raise RetrofitError(module.unsynchronized)
     place = device_of(model) if device is None else torch.device(device)
     layers = [module for module in model.modules() if type(module) in _SYNCHRONIZED]
     if place.type == "cpu":

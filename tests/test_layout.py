@@ -15,9 +15,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each room may import those before it.
 ROOMS = [
-    {"errors"}, {"utils"}, {"record"}, {"inputs"}, {"compare"}, {"layers"},
-    {"conversion_options"},  # names types of the layers; imports none of them at run time
-    {"graph"}, {"surgery"}, {"running_statistics"}, {"networks"}, {"attack", "images"}, {"evaluation"},
+    {"errors"}, {"utils"}, {"registry"}, {"builtin_targets"}, {"conversion_options"}, {"record"},
+    {"inputs"}, {"compare"}, {"layers"}, {"graph"}, {"surgery"}, {"running_statistics"},
+    {"networks"}, {"attack", "images"}, {"evaluation"},
     {"bench", "diagnose", "export", "finetune"}, {"callbacks", "opacus", "cli"},
 ]  # fmt: skip
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}

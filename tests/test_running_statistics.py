@@ -25,9 +25,9 @@ from retrofit.layers import (
     SyncBatchNormalNorm,
     SyncBatchNormalNormAct,
 )
-from retrofit.layers.decorrelated_batch_norm import DecorrelatedBatchNorm2d
 from retrofit.layers.migrated_group_norm import MigratedGroupNorm
 from retrofit.running_statistics import local_norms, sync_norms
+from retrofit.surgery.targets.dbn import DecorrelatedBatchNorm2d
 from tests.finetune.conftest import assert_same
 from tests.layers.cases import statistics
 

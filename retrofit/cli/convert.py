@@ -4,10 +4,7 @@ At strength 0 the converted network gives the same outputs as its source; this i
 anything is written. Layers that have already been converted keep their strength. A summary goes to
 stderr and, with --json, one object to stdout.
 
-Targets: frozen (the constants used in evaluation); ln, gn (per-image statistics); ln-pn, gn-pn
-(also normalize the activation); bnn, lnn, gnn, inn, normal (a power transform after the norm); dbn,
-dbnn (whitening); evonorm-s0, frn-tlu (timm's layers, which have no strength: the outputs change,
-and convert prints by how much).
+Targets: {targets}.
 
 \b
     $ retrofit convert resnet50 --to bnn
@@ -39,18 +36,28 @@ import click
 
 from retrofit.cli import options
 from retrofit.cli.console import emit, say, say_written, show_plan, waiting
-from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import RetrofitError
+from retrofit.registry import TARGETS, listed_targets
 
 if TYPE_CHECKING:
     from retrofit.surgery import Report
 
 
-@options.command("convert", __doc__, to="The conversion")
-@options.model
-@options.option(
-    "--to", f"{', '.join(CONVERTERS)}.", tuple(CONVERTERS), metavar="TARGET", required=True
+_HELP = (__doc__ or "").replace("{targets}", listed_targets())
+_ADVICE = (
+    "fine-tuning in small batches, private or federated training: --to frozen (or bn.eval() in "
+    "your loop)",
+    "half of the network new and batches of 2: --to ln; from scratch without batch statistics: "
+    "--to gn",
+    "large batches: keep BatchNorm; research on normality: --to bnn, lnn, gnn, inn or normal",
 )
+"""Which target for which situation."""
+
+
+@options.command("convert", _HELP, to="The conversion")
+@options.model
+# Not `required` for click, whose error would list the targets on a line each.
+@options.option("--to", f"{', '.join(TARGETS)}.  [required]", tuple(TARGETS), metavar="TARGET")
 @options.option("-o --output", "File to write (default: NAME-TARGET.safetensors).", Path)
 @options.option(
     "--strength",
@@ -63,7 +70,11 @@ if TYPE_CHECKING:
 @options.inputs
 @options.force
 @options.json
-def command(model: str, to: str, output: Path | None, force: bool, **given: Any) -> None:
+def command(model: str, to: str | None, output: Path | None, force: bool, **given: Any) -> None:
+    if to is None:
+        for line in _ADVICE:
+            say(line)
+        raise click.UsageError("Missing option '--to'", click.get_current_context())
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
     from retrofit.networks.artifact import Manifest

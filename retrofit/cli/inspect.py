@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, say, show_lines, show_plan, show_table
-from retrofit.conversion_options import CONVERTERS
 from retrofit.errors import UsageError
+from retrofit.registry import TARGETS
 from retrofit.utils.text import ROOT, plural
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @options.command("inspect", __doc__, to="The conversion", full="Output")
 @options.model
 @options.option(
-    "--to", "Show what a conversion to this target would do.", tuple(CONVERTERS), metavar="TARGET"
+    "--to", "Show what a conversion to this target would do.", tuple(TARGETS), metavar="TARGET"
 )
 @options.plan
 @options.architecture
@@ -53,11 +53,10 @@ def command(model: str, to: str | None, full: bool, **given: Any) -> None:
     if to is None and (flags := [name for name, value in given.items() if value not in (None, ())]):
         raise UsageError(f"`{flags[0]}` belongs to a conversion; give --to TARGET too")
     network = open_model(model, **own)
-    rows = [_row(layer) for layer in find_norms(network.model)]
-    counts, functional = (
-        dict(Counter(row["source"] for row in rows)),
-        functional_norms(network.model),
-    )
+    norms = list(find_norms(network.model))
+    rows = [_row(norm) for norm in norms]
+    counts = dict(Counter(row["source"] for row in rows))
+    functional = functional_norms(network.model, norms)
     answer: dict[str, Any] = {
         "schema": 1,
         "model": network.source.name,

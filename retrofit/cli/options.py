@@ -15,9 +15,13 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from retrofit.cli.console import literal
-from retrofit.conversion_options import FAMILIES, OPTIONS, Option
+from retrofit.conversion_options import OPTIONS
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.registry import FAMILIES, Option, load_plugins, targets_of
 from retrofit.utils.text import with_class
+
+# The flags below are those of installed packages' targets too.
+load_plugins()
 
 Decorator = Callable[[Any], Any]
 
@@ -156,7 +160,7 @@ def _stacked(*options: Decorator) -> Decorator:
 def _conversion_option(name: str, known: Option) -> Decorator:
     """Make the flag for a conversion option, whose value is checked with the others."""
     flag = f"--{name.replace('_', '-')}"
-    text = re.sub("`(.*?)`", r"--\1", known.help) + f" Targets: {', '.join(known.targets)}."
+    text = re.sub("`(.*?)`", r"--\1", known.help) + f" Targets: {', '.join(targets_of(name))}."
     if known.kind is bool:
         return option(flag if known.switch else f"{flag}/--no-{flag[2:]}", text, bool, default=None)
     if known.kind == "batches":

@@ -1,5 +1,10 @@
-"""Normality-normalized and batch-independent layers: the math and the modules. Needs only torch."""
+"""Normality-normalized and batch-independent layers: the math and the modules. Needs only torch.
 
+The layers of every other target, dbn's for one, are attributes here too, loaded at first use.
+"""
+
+# These register themselves.
+import retrofit.builtin_targets  # noqa: F401
 from retrofit.layers.base import NormalityMixin
 from retrofit.layers.batch_norm import (
     BatchNormalNorm1d,
@@ -8,16 +13,6 @@ from retrofit.layers.batch_norm import (
     BatchNormalNormAct2d,
     SyncBatchNormalNorm,
     SyncBatchNormalNormAct,
-)
-from retrofit.layers.decorrelated_batch_norm import (
-    DecorrelatedBatchNorm1d,
-    DecorrelatedBatchNorm2d,
-    DecorrelatedBatchNorm3d,
-    DecorrelatedBatchNormAct2d,
-    DecorrelatedBatchNormalNorm1d,
-    DecorrelatedBatchNormalNorm2d,
-    DecorrelatedBatchNormalNorm3d,
-    DecorrelatedBatchNormalNormAct2d,
 )
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from retrofit.layers.migrated_group_norm import (
@@ -44,14 +39,20 @@ from retrofit.layers.weight_standardization import (
     WeightStandardizedConv2d,
     WeightStandardizedConv3d,
 )
+from retrofit.registry import layer_named
 
 __all__ = [
-    "BatchNormalNorm1d", "BatchNormalNorm2d", "BatchNormalNorm3d", "BatchNormalNormAct2d", "DecorrelatedBatchNorm1d",
-    "DecorrelatedBatchNorm2d", "DecorrelatedBatchNorm3d", "DecorrelatedBatchNormAct2d", "DecorrelatedBatchNormalNorm1d",
-    "DecorrelatedBatchNormalNorm2d", "DecorrelatedBatchNormalNorm3d", "DecorrelatedBatchNormalNormAct2d",
+    "BatchNormalNorm1d", "BatchNormalNorm2d", "BatchNormalNorm3d", "BatchNormalNormAct2d",
     "FrozenBatchNorm", "FrozenBatchNormAct", "GroupNormalNorm", "GroupNormalNormAct", "InstanceNormalNorm1d",
     "InstanceNormalNorm2d", "InstanceNormalNorm3d", "LayerNormalNorm", "LayerNormalNorm2d", "LayerNormalNormAct",
     "LayerNormalNormAct2d", "MigratedGroupNorm", "MigratedGroupNormAct", "NormalityMixin", "ProxyNorm", "StrengthMixin",
     "SyncBatchNormalNorm", "SyncBatchNormalNormAct", "WeightStandardizedConv1d", "WeightStandardizedConv2d",
     "WeightStandardizedConv3d", "migrated_group_norm", "yeo_johnson",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> type:
+    layer = layer_named(name)
+    if layer is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return layer

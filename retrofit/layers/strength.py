@@ -82,6 +82,8 @@ class StrengthMixin(ConvertedLayer):
 
     # whether the layer evaluates in training too: see `retrofit.freeze_norms`
     frozen: bool = False
+    # why `retrofit.sync_norms` has no synchronized form of it; empty if it has one, or needs none
+    unsynchronized: str = ""
     # the last code that was found to be no average, by identity and version of the buffer
     _checked: tuple[int, int] | None = None
     _origin: _Origin | None = None

@@ -9,7 +9,7 @@ where it is proved to be one (`same_formula.py`), and reported otherwise.
 import re
 import types
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
 
-from retrofit.conversion_options import FAMILIES
 from retrofit.graph.trace import instructions, methods_of
 from retrofit.layers import StrengthMixin
+from retrofit.registry import FAMILIES
 from retrofit.surgery.plan_and_report import LayerRow, Status
 from retrofit.surgery.same_formula import Formula, full_name, proved_formula
 from retrofit.utils.text import ROOT, shortlist
@@ -135,45 +136,43 @@ def find_norms(model: nn.Module) -> Iterator[NormLayer]:
     """Yield every normalization layer of `model`, under every name it is registered by, in the
     model's order.
     """
-    found = (classify(name, module) for name, module in model.named_modules(remove_duplicate=False))
-    return (norm for norm in found if norm is not None)
+    parametrizations = _inside_parametrizations(model)
+    for name, module in model.named_modules(remove_duplicate=False):
+        norm = None if module in parametrizations else classify(name, module)
+        if norm is not None:
+            yield norm
+
+
+def _inside_parametrizations(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that compute tensors of a layer: `_SpectralNorm` is no normalization
+    layer.
+    """
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, ParametrizationList):
+            inside.update(module.modules())
+    return inside
 
 
 def classify(name: str, module: nn.Module) -> NormLayer | None:
     """Return what kind of normalization layer `module` is, or None if it is none."""
-    kind, cls = full_name(type(module)), type(module).__name__
+    kind = full_name(type(module))
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, kind, None, "kept", "already converted")
-    base, family = next(
-        ((b.__name__.lstrip("_"), f) for b, f in _BASES if isinstance(module, b)), (None, None)
-    )
-    reason = next((why for pattern, why in UNSUPPORTED if re.search(pattern, cls)), "")
-    if kind not in KNOWN and base is None and not (reason and kind.startswith((_TORCH, _TIMM))):
-        own = [
-            tensor
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None
-        ]
-        if (
-            not _NAMED_NORM.search(cls)
-            or not own
-            or any(classify("", child) for child in list(module.modules())[1:])
-        ):
-            # another layer, or a container that is named after the norm that it holds
-            return None
-        if "running_var" in module._buffers:
-            family = "bn" if any(True for _ in module.parameters(recurse=False)) else "frozen-bn"
-    family = KNOWN.get(kind, family)
-    if reason := reason or _why_not_as_its_class(module):
+    if kind not in KNOWN and not _is_normalization(module):
+        return None
+    family = KNOWN.get(kind) or _likely_family(module)
+    reason = _unsupported_class(module) or _why_not_as_its_class(module)
+    if reason:
         return NormLayer(name, module, kind, family, "unsupported", reason)
     if kind in KNOWN:
         return NormLayer(name, module, kind, family, "known")
-    if formula := proved_formula(module, KNOWN):
+    formula = proved_formula(module, KNOWN)
+    if isinstance(formula, Formula):
         return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
+    base = _base_of(module)
     reason = (
-        f"derived from {base}, and another function on random inputs"
-        if base
-        else f"no converter knows {kind}"
+        f"no converter knows {kind}" if base is None else f"derived from {base[0]}, and {formula}"
     )
     return NormLayer(name, module, kind, family, "unsupported", reason)
 
@@ -194,6 +193,56 @@ def _narrow_numbers(module: nn.Module) -> str:
                 f"its {name} is {kind}, in which torch computes nothing; convert in float32 first"
             )
     return ""
+
+
+def _is_normalization(module: nn.Module) -> bool:
+    """Whether a module of an unknown class is a normalization, by its base, its library or its
+    name.
+    """
+    if _base_of(module) is not None or _is_unsupported_of_a_library(module):
+        return True
+    if not _NAMED_NORM.search(type(module).__name__):
+        return False
+    if not any(True for _ in _tensors_of(module)):
+        return False
+    # A container may be named after the norm that it holds.
+    return not any(classify("", child) for child in list(module.modules())[1:])
+
+
+def _base_of(module: nn.Module) -> tuple[str, str] | None:
+    """Return the name and the family of torch's class that a module is derived from."""
+    for base, family in _BASES:
+        if isinstance(module, base):
+            return base.__name__.lstrip("_"), family
+    return None
+
+
+def _unsupported_class(module: nn.Module) -> str:
+    """Why no conversion takes a class of this name; empty if one may."""
+    for pattern, reason in UNSUPPORTED:
+        if re.search(pattern, type(module).__name__):
+            return reason
+    return ""
+
+
+def _is_unsupported_of_a_library(module: nn.Module) -> bool:
+    return full_name(type(module)).startswith((_TORCH, _TIMM)) and bool(_unsupported_class(module))
+
+
+def _likely_family(module: nn.Module) -> str | None:
+    """Return the family that a layer of an unknown class seems to be of, for what people read."""
+    base = _base_of(module)
+    if base is not None:
+        return base[1]
+    if _is_unsupported_of_a_library(module) or "running_var" not in module._buffers:
+        return None
+    trained = any(True for _ in module.parameters(recurse=False))
+    return "bn" if trained else "frozen-bn"
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
 
 
 def _why_not_as_its_class(module: nn.Module) -> str:
@@ -231,14 +280,19 @@ _FUNCTIONS = {
 }
 
 
-def functional_norms(model: nn.Module) -> list[str]:
+def functional_norms(model: nn.Module, norms: Sequence[NormLayer]) -> list[str]:
     """Return a sentence for each normalization that the network's code calls as a function: no
     conversion sees it.
+
+    `norms` are the normalization layers of the network, whose code is left out.
     """
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    layers = _inside_parametrizations(model) | {norm.module for norm in norms}
     for name, module in model.named_modules():
+        if module in layers:
+            continue
         cls: Any = type(module)
-        for function in [] if classify(name, module) else _called_norms(cls):
+        for function in _called_norms(cls):
             places[function, cls.__name__].append(name or ROOT)
     return [
         f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, and stays as it is"
@@ -251,28 +305,21 @@ def _called_norms(cls: Any) -> list[str]:
     """Return the names of the normalizations of torch that a class's methods call by a global name,
     as `F.layer_norm` and `layer_norm` are, but for those of weights.
     """
-    called, value = [], None
+    called = []
     for method in methods_of(cls):
+        value: Any = None
         steps = list(instructions(method.__code__))
         for number, step in enumerate(steps):
             if step.opname == "LOAD_GLOBAL":
                 value = method.__globals__.get(step.argval)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                value = getattr(value, step.argval, None)
             else:
-                value = (
-                    getattr(value, step.argval, None)
-                    if step.opname in ("LOAD_ATTR", "LOAD_METHOD")
-                    else None
-                )
-            if (
-                isinstance(value, types.FunctionType | types.BuiltinFunctionType)
-                and value in _FUNCTIONS
-            ):
-                attributes = [
-                    later.argval
-                    for later in steps[number + 1 : number + 4]
-                    if later.opname == "LOAD_ATTR"
-                ]
-                called += (
-                    [] if "weight" in attributes else [_FUNCTIONS[value]]
-                )  # weight standardization
+                value = None
+            if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+                continue
+            # Weight standardization normalizes `self.weight`, which it loads next.
+            following = [(later.opname, later.argval) for later in steps[number + 1 : number + 4]]
+            if value in _FUNCTIONS and ("LOAD_ATTR", "weight") not in following:
+                called.append(_FUNCTIONS[value])
     return list(dict.fromkeys(called))

@@ -23,9 +23,9 @@ from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
 from retrofit.layers.constant_maps import LinearMap
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
-from retrofit.record import set_record
 from retrofit.surgery.conversion import reference_of
-from retrofit.surgery.execute import allow_fusing
+from retrofit.surgery.execute import forget_plans
+from retrofit.surgery.guards import allow_fusing
 from retrofit.utils.running import copied
 from retrofit.utils.text import plural, shortlist
 
@@ -75,9 +75,9 @@ def plain(
         raise RetrofitError(
             f"no layer of torch or timm computes what {name or 'the model'} does{more}: {problem}"
         )
-    reference, reason = reference_of(model, inputs, input_size)
+    source = reference_of(model, inputs, input_size)
     net = copied(model)
-    set_record(net, plans=())
+    forget_plans(net)
     feeders, read = sole_feeders(net, _holds_constants)
     if read:
         names = [name for name, layer in net.named_modules() if layer in read]
@@ -99,8 +99,9 @@ def plain(
         if new is not None:
             net = replace_module(net, name, new.train(layer.training))
     allow_fusing(net)
-    if reference is not None:
-        result = reference.compare(net, layers=False)
+    reason = source.problem
+    if source.reference is not None:
+        result = source.reference.compare(net, layers=False)
         if problem := result.problem("the plain network is not the function of its source"):
             raise RetrofitError(f"{problem}; please report it")
         reason = result.not_checked

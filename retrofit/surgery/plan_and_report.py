@@ -93,6 +93,8 @@ class Plan:
         EditRow, ...
         # of activations and convolutions around the layers, for targets that touch them
     ] = ()
+    # the module that names start from; empty for the network itself
+    part: str = ""
 
     @property
     def converted(self) -> list[LayerRow]:
@@ -151,7 +153,8 @@ class Plan:
             "layers": [asdict(row) for row in self.layers],
             "edits": [asdict(row) for row in self.edits],
         }
-        return {"to": self.to, "options": self.options, **rows}
+        part = {"part": self.part} if self.part else {}
+        return {"to": self.to, "options": self.options, **part, **rows}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
@@ -162,6 +165,7 @@ class Plan:
             layers,
             values["options"],
             tuple(EditRow(**row) for row in values["edits"]),
+            str(values.get("part", "")),
         )
 
 

@@ -64,111 +64,179 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-_PROVED: WeakKeyDictionary[nn.Module, Formula | None] = WeakKeyDictionary()
-# Which candidate agrees, by class and by all that modules of the class may differ in but their
-# tensors' values.
-_AGREEING: dict[tuple[type, str], int] = {}
+_BASES = {
+    nn.modules.batchnorm._BatchNorm: ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
+    nn.modules.instancenorm._InstanceNorm: ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
+}
+"""torch's private bases, and the classes that fix the number of an input's dimensions."""
+
+_PROVED: WeakKeyDictionary[nn.Module, Formula | str] = WeakKeyDictionary()
+# Which candidate agrees, or why none does, by class and by all that modules of the class may differ
+# in but their tensors' values.
+_AGREEING: dict[tuple[type, str], int | str] = {}
+
+ANOTHER_FUNCTION = "another function on random inputs"
 
 
-def proved_formula(module: nn.Module, known: Iterable[str]) -> Formula | None:
-    """Return the known class that a layer is one of in all but name; None if none is."""
+def proved_formula(
+    module: nn.Module, known: Iterable[str], shapes: Sequence[Sequence[int]] = ()
+) -> Formula | str:
+    """Return the known class that a layer is one of in all but name, or why none is proved.
+
+    Args:
+        module: The layer, which is not changed.
+        known: Full names of the known classes.
+        shapes: Shapes of inputs, (N, C, *), that it has to agree on; all that fit the known class
+            if there are none.
+    """
+    if shapes:
+        return _first_agreeing(module, _candidates(module, set(known)), shapes)
     if module not in _PROVED:
-        candidates = list(_candidates(module, set(known)))
-        tensors = *module.named_parameters(), *module.named_buffers()
-        shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-        settings = [
-            item
-            for item in vars(module).items()
-            if not isinstance(item[1], dict) and item[0] != "training"
-        ]
-        kind = type(module), f"{shapes} {settings} {list(module.children())}"
-        if kind not in _AGREEING:
-            _AGREEING[kind] = next(
-                (n for n, one in enumerate(candidates) if agrees(module, one)), len(candidates)
-            )
-        formula = [*candidates, None][_AGREEING[kind]]
-        _PROVED[module] = (
-            formula if formula is not None and agrees(module, formula, random=False) else None
-        )
+        _PROVED[module] = _proved_by_class(module, list(_candidates(module, set(known))))
     return _PROVED[module]
+
+
+def _proved_by_class(module: nn.Module, candidates: Sequence[Formula]) -> Formula | str:
+    """Compare with random parameters once a class and its settings, with the layer's own each
+    time.
+    """
+    key = type(module), _settings(module)
+    if key not in _AGREEING:
+        result = _first_agreeing(module, candidates)
+        _AGREEING[key] = result if isinstance(result, str) else candidates.index(result)
+    agreeing = _AGREEING[key]
+    if isinstance(agreeing, str):
+        return agreeing
+    formula = candidates[agreeing]
+    return formula if agrees(module, formula, random=False) else ANOTHER_FUNCTION
+
+
+def _settings(module: nn.Module) -> str:
+    """Describe all that a layer's function depends on beside its class and its tensors' values."""
+    tensors = *module.named_parameters(), *module.named_buffers()
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+    attributes = [
+        (name, value)
+        for name, value in vars(module).items()
+        if name != "training" and not isinstance(value, dict)
+    ]
+    return f"{shapes} {attributes} {list(module.children())}"
+
+
+def _first_agreeing(
+    module: nn.Module, candidates: Iterable[Formula], shapes: Sequence[Sequence[int]] = ()
+) -> Formula | str:
+    if reason := _unprovable(module):
+        return reason
+    verdicts = set()
+    for formula in candidates:
+        verdict = agrees(module, formula, shapes)
+        if verdict:
+            return formula
+        verdicts.add(verdict)
+    if False in verdicts:
+        return ANOTHER_FUNCTION
+    return "compared with nothing: it takes none of the inputs that the known layer takes"
+
+
+def _unprovable(module: nn.Module) -> str:
+    """Say why no comparison of outputs would prove what a layer is; empty if one does."""
+    names = {name for method in methods_of(type(module)) for name in method.__code__.co_names}
+    if any(map(_PROCESSES.search, names)):
+        return "it may exchange values with other processes, which no comparison shows"
+    for name in _MODULE:
+        if getattr(type(module), name) is not getattr(nn.Module, name):
+            # it may stay in evaluation, for example
+            return f"it has a `{name}` of its own, which no comparison shows"
+    return ""
 
 
 def agrees(
     module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = (), random: bool = True
-) -> bool:
+) -> bool | None:
     """Whether a layer computes what a known class does, on inputs of some shapes, or all that fit
-    the known class.
+    the known class; None if it takes none of them.
 
     Parameters and statistics are random, or the layer's own, which a meta layer lacks. The layer is
     not changed.
     """
-    names = {name for method in methods_of(type(module)) for name in method.__code__.co_names}
-    if any(map(_PROCESSES.search, names)):
-        # alone, it may be something else than among processes
-        return False
-    if any(getattr(type(module), name) is not getattr(nn.Module, name) for name in _MODULE):
-        # one that stays in evaluation, for example
-        return False
     if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return True
-    # anything may come out of a layer's own code
+    # Anything may come out of a layer's own code.
     with suppress(Exception):
         other = formula.layer(module)
         shapes = shapes or _shapes(other)[: None if random else 1]
-        # in the latter where it takes no other
+        # Some layers take no double precision; these are compared in single.
         for dtype in (torch.float64, torch.float32):
-            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                values = _values(module, random, dtype)
-                compared = {
-                    _same((module, other), values, x, training)
-                    for shape in shapes
-                    for x in _inputs(shape, dtype)
-                    for training in (False, True)
-                }
-            if compared != {None}:
-                return False not in compared
-    return False
+            verdicts = _verdicts(module, other, shapes, random, dtype)
+            if verdicts != {None}:
+                return False not in verdicts
+    return None
 
 
-def _candidates(module: Any, known: set[str]) -> Iterator[Formula]:
-    """Yield the formulas that a layer may have, by the class it is derived from or by what it
+def _verdicts(
+    module: nn.Module,
+    other: nn.Module,
+    shapes: Sequence[Sequence[int]],
+    random: bool,
+    dtype: torch.dtype,
+) -> set[bool | None]:
+    """Compare two layers on seeded inputs of every shape, in evaluation and in training."""
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        values = _values(module, random, dtype)
+        return {
+            _same((module, other), values, x, training)
+            for shape in shapes
+            for x in _inputs(shape, dtype)
+            for training in (False, True)
+        }
+
+
+def _candidates(module: nn.Module, known: set[str]) -> list[Formula]:
+    """Return the formulas that a layer may have, by the class it is derived from or by what it
     holds.
     """
-    parent = next((full_name(cls) for cls in type(module).__mro__ if full_name(cls) in known), None)
-    plain = [Formula(parent)] if parent else []
-    own = [
-        getattr(module, name)
-        for name in ("eps", "epsilon", "variance_epsilon")
-        if hasattr(module, name)
-    ]
-    eps = own or _EPSILONS
+    ancestors = [full_name(cls) for cls in type(module).__mro__]
+    parent = next((name for name in ancestors if name in known), None)
+    plain = _by_tensors(module) if parent is None else [Formula(parent)]
     if isinstance(module, nn.LayerNorm):
         plain.append(Formula(_MAPS))
-    if (
-        parent is None
-        and {"weight", "bias", "running_mean", "running_var"} <= module._buffers.keys()
-    ):
-        plain += [Formula(_FROZEN, {"eps": value}) for value in eps]
-    elif (
-        parent is None
-        and getattr(module._parameters.get("weight"), "ndim", 0) == 1
-        and not module._buffers
-    ):
-        shape = tuple(module.weight.shape)
-        given = {"normalized_shape": shape, "elementwise_affine": True}
-        plain += [
-            Formula(kind, {**given, "eps": value}) for value in eps for kind in (_ROWS, _MAPS)
-        ]
-    yield from plain
+    return plain + _with_activation(module, plain)
+
+
+def _by_tensors(module: Any) -> list[Formula]:
+    """Return the formulas that a layer derived from no known class may have, by its base of torch's
+    or its tensors.
+    """
+    for base, names in _BASES.items():
+        if isinstance(module, base):
+            return [Formula(f"{base.__module__}.{name}") for name in names]
+    attributes = ("eps", "epsilon", "variance_epsilon")
+    values = [getattr(module, name) for name in attributes if hasattr(module, name)]
+    epsilons = values or _EPSILONS
+    if {"weight", "bias", "running_mean", "running_var"} <= module._buffers.keys():
+        return [Formula(_FROZEN, {"eps": eps}) for eps in epsilons]
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or module._buffers:
+        return []
+    affine = {"normalized_shape": tuple(weight.shape), "elementwise_affine": True}
+    return [Formula(kind, {**affine, "eps": eps}) for eps in epsilons for kind in (_ROWS, _MAPS)]
+
+
+def _with_activation(module: nn.Module, plain: Sequence[Formula]) -> list[Formula]:
+    """Return the formulas of timm's fused layers, if the only child is an activation without
+    tensors.
+    """
     children = list(module.children())
-    if len(children) == 1 and not children[0].state_dict():
-        act = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
-        yield from (
-            Formula(_FUSED[one.kind], {**one.attributes, **act})
-            for one in plain
-            if one.kind in _FUSED
-        )
+    if len(children) != 1 or children[0].state_dict():
+        return []
+    fused = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
+    return [
+        Formula(_FUSED[formula.kind], {**formula.attributes, **fused})
+        for formula in plain
+        if formula.kind in _FUSED
+    ]
 
 
 def _shapes(layer: Any) -> list[tuple[int, ...]]:

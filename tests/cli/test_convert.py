@@ -162,14 +162,14 @@ def test_which_weights_of_a_checkpoint_were_taken_is_said_and_recorded(run: Run)
 def test_a_failed_check_writes_nothing(
     run: Run, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply = surgery.conversion.apply
+    execute = surgery.conversion.execute
 
     def spoiling(*args: Any) -> Any:
-        model, report = apply(*args)
+        model, report = execute(*args)
         model.bn1.eps = 10.0
         return model, report
 
-    monkeypatch.setattr(surgery.conversion, "apply", spoiling)
+    monkeypatch.setattr(surgery.conversion, "execute", spoiling)
     result = run("convert", *BNN, "--json")
     assert result.exit_code == 1
     values = json.loads(result.stdout)

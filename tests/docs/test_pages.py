@@ -21,7 +21,7 @@ from torch import nn
 import retrofit
 from retrofit.cli import COMMANDS, main
 from retrofit.errors import RetrofitError
-from retrofit.surgery import TARGETS
+from retrofit.registry import unregister_target
 from tests.conftest import command_line
 from tests.networks.conftest import built
 from tests.pictures import write_folder, write_tar
@@ -120,7 +120,7 @@ def target() -> Iterator[str]:
     names: dict[str, object] = {"__name__": "mean_only"}
     exec(blocks(ROOT / "CONTRIBUTING.md")[0], names)
     yield "mean-only"
-    del TARGETS["mean-only"]
+    unregister_target("mean-only")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torchvision.models.convnext import LayerNorm2d as TorchvisionLayerNorm2d
 from torchvision.ops import FrozenBatchNorm2d
 
 import retrofit
-from retrofit.surgery import TARGETS
+from retrofit.surgery import TARGETS, converter_for
 from retrofit.surgery.families import KNOWN
 from tests.layers.cases import assert_same_gradient
 from tests.surgery.networks import trained
@@ -335,7 +335,7 @@ def dying() -> nn.Module:  # a trained network, some channels of which are nearl
 @pytest.mark.parametrize("to", OPTIONS)
 def test_a_fresh_network_becomes_the_trained_one(to: str) -> None:
     shared = {key: value for key, value in OPTIONS[to].items() if key == "ws"}
-    strengths = (1.0, 0.0, 0.5, 1.0) if TARGETS[to].has_strength else (None, None)
+    strengths = (1.0, 0.0, 0.5, 1.0) if converter_for(to).has_strength else (None, None)
     model, _ = retrofit.convert(dying(), to, **OPTIONS[to], check=False, strength=strengths[0])
     other, _ = retrofit.convert(Net(), to, **shared, check=False)
     x = torch.randn(4, 3, 12, 12)

@@ -11,7 +11,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import group_norm as in_groups
-from torch.nn.utils import fuse_conv_bn_eval, parametrize, prune
+from torch.nn.utils import fuse_conv_bn_eval, parametrizations, parametrize, prune
 
 import retrofit
 from retrofit.errors import RetrofitError
@@ -164,6 +164,26 @@ def test_tensors_that_are_computed_are_named_with_what_makes_them_permanent() ->
     assert [row.status for row in (*rows, other)] == ["unsupported", "unsupported", "converted"]
     for row, name in zip(rows, ("weight", "bias"), strict=True):
         assert re.search(rf"{name} is computed .*prune.remove.*remove_parametrizations", row.reason)
+
+
+class UnitNorm(nn.Module):  # a parametrization with a buffer, named as a layer might be
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.tensor(size))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / weight.norm() * self.size
+
+
+def test_what_computes_a_weight_is_no_normalization_layer() -> None:
+    spectral = parametrizations.spectral_norm(nn.Conv2d(3, 8, 3))
+    unit = nn.Conv2d(8, 8, 3)
+    parametrize.register_parametrization(unit, "weight", UnitNorm(2.0))
+    model = nn.Sequential(spectral, nn.BatchNorm2d(8), nn.ReLU(), unit).eval()
+    plan = retrofit.plan(model, "ln", ws=True)
+    assert [(row.name, row.status) for row in plan.layers] == [("1", "converted")]
+    with pytest.raises(RetrofitError, match="no normalization layer at all"):
+        retrofit.plan(nn.Sequential(spectral), "ln")
 
 
 @pytest.mark.parametrize("place", ["wrapper", "inside", "in place"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrofit
+from retrofit import surgery
 from retrofit.errors import RetrofitError
 from retrofit.surgery.families import classify
 
@@ -142,6 +143,26 @@ def momentum(self: Any, x: Tensor) -> Tensor:
     return F.batch_norm(x, *given, self.training, 2 * self.momentum, self.eps)
 
 
+class AnyRank(nn.modules.batchnorm._BatchNorm):  # as in asteroid
+    def _check_input_dim(self, x: Tensor) -> None:
+        if not 2 <= x.ndim <= 4:
+            raise ValueError("expected 2D to 4D input")
+
+
+class Volumes(nn.modules.instancenorm._InstanceNorm):
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.ndim != 5:
+            raise ValueError("expected 5D input")
+
+    def _get_no_batch_dim(self) -> int:
+        return 4
+
+
+class NoRank(nn.modules.batchnorm._BatchNorm):
+    def _check_input_dim(self, x: Tensor) -> None:
+        raise ValueError("expected other input")
+
+
 DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "twice": lambda: derived(
         nn.BatchNorm2d, lambda self, x: 2 * nn.BatchNorm2d.forward(self, x), 8
@@ -167,13 +188,50 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     ),
     "stays in evaluation": lambda: AlwaysEvaluating(8),
 }
+REASONS = {
+    "statistics of all processes": "may exchange values with other processes",
+    "stays in evaluation": "a `train` of its own",
+    "no batch": "compared with nothing: it takes none of the inputs",
+    "an activation with weights": "another function on random inputs",
+    "frozen with an eps that nobody has": "no converter knows",
+}
 
 
-@pytest.mark.parametrize("build", DIFFERENT.values(), ids=DIFFERENT)
-def test_another_formula_stays_unsupported(build: Callable[[], nn.Module]) -> None:
-    norm: Any = classify("", build())
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_another_formula_stays_unsupported(case: str) -> None:
+    norm: Any = classify("", DIFFERENT[case]())
     assert norm.status == "unsupported"
-    assert "another function on random inputs" in norm.reason or "no converter knows" in norm.reason
+    assert REASONS.get(case, "another function on random inputs") in norm.reason
+
+
+def test_what_was_compared_with_nothing_is_not_called_another_function() -> None:
+    norm: Any = classify("", NoRank(8))
+    assert norm.status == "unsupported"
+    assert norm.reason.startswith("derived from BatchNorm, and compared with nothing")
+
+
+@pytest.mark.parametrize(
+    ("layer", "to", "size", "becomes"),
+    [
+        (AnyRank(8), "bnn", (8, 6, 5), "BatchNormalNorm2d"),
+        (AnyRank(8), "ln", (8, 6), "MigratedGroupNorm"),
+        (AnyRank(8), "dbn", (8, 6), "DecorrelatedBatchNorm1d"),
+        (Volumes(8), "inn", (8, 4, 3, 2), "InstanceNormalNorm3d"),
+    ],
+    ids=["maps", "any", "sequences", "volumes"],
+)
+def test_a_class_derived_from_a_private_base_becomes_what_its_inputs_say(
+    layer: nn.Module, to: str, size: tuple[int, ...], becomes: str
+) -> None:
+    source = nn.Sequential(copy.deepcopy(layer), nn.Flatten()).eval()
+    x = torch.randn(2, *size)
+    model, report = retrofit.convert(copy.deepcopy(source), to, inputs=x)
+    assert (type(model[0]).__name__, report.plan.layers[0].target) == (becomes, becomes)
+    torch.testing.assert_close(model(x), source(x))
+    again = copy.deepcopy(source)
+    surgery.replay(again, [report.plan])
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(x), source(x))
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,15 @@ from retrofit.layers import (
     weight_standardization,
 )
 from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm, settled_eps
-from retrofit.surgery.families import NormLayer, classify
-from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
-from retrofit.surgery.planning import (
-    TARGETS,
+from retrofit.surgery.converter import (
     Converter,
     Decisions,
     activation_problem,
     adopt,
     group_count,
 )
+from retrofit.surgery.families import NormLayer, classify, find_norms
+from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.utils.running import evaluating, hooked, images_of, placement_of
 from retrofit.utils.text import plural, shortlist
 
@@ -63,7 +62,6 @@ class BatchIndependentConverter(Converter):
         # the most that a layer gets unless the caller says otherwise
         self.groups = groups
         self.takes_activations = proxy
-        self.sources = frozenset({"bn", "frozen-bn", "gn"} if proxy else {"bn", "frozen-bn"})
 
     def plan(
         self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
@@ -300,7 +298,8 @@ def _plan_convolutions(
     without a norm, as in ResNets v2, gets a scale; the reason of a converted one says why that is
     unknown. With `restore` the weights keep their mean and scale.
     """
-    norms = [name for name, module in model.named_modules() if classify(name, module) is not None]
+    layers = {norm.module for norm in find_norms(model)}
+    norms = [name for name, module in model.named_modules() if module in layers]
     traced = Flows(model, lambda module: classify("", module) is not None)
     rows = []
     # of the norms
@@ -417,7 +416,7 @@ def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
     ]
 
 
-TARGETS["ln"] = BatchIndependentConverter(groups=1, proxy=False)
-TARGETS["gn"] = BatchIndependentConverter(groups=8, proxy=False)
-TARGETS["ln-pn"] = BatchIndependentConverter(groups=1, proxy=True)
-TARGETS["gn-pn"] = BatchIndependentConverter(groups=8, proxy=True)
+LN = BatchIndependentConverter(groups=1, proxy=False)
+GN = BatchIndependentConverter(groups=8, proxy=False)
+LN_PN = BatchIndependentConverter(groups=1, proxy=True)
+GN_PN = BatchIndependentConverter(groups=8, proxy=True)

@@ -13,15 +13,14 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
+from retrofit.surgery.converter import Converter, adopt
 from retrofit.surgery.families import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
-from retrofit.surgery.planning import TARGETS, Converter, adopt
 
 
 class FrozenConverter(Converter):
     """BatchNorm, synchronized or frozen, to `FrozenBatchNorm`."""
 
-    sources = frozenset({"bn", "frozen-bn"})
     has_strength = False
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
@@ -44,4 +43,4 @@ class FrozenConverter(Converter):
         return new
 
 
-TARGETS["frozen"] = FrozenConverter()
+FROZEN = FrozenConverter()

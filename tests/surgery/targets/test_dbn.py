@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit import layers
-from retrofit.layers.decorrelated_batch_norm import DecorrelatedNorm, inverse_square_root
+from retrofit.surgery.targets.dbn import DecorrelatedNorm, inverse_square_root
 from tests import oracles as oracle
 from tests.layers.cases import EPS, randomise
 

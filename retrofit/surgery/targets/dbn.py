@@ -1,7 +1,7 @@
-"""Decorrelated batch normalization (Huang et al. 2018) and its normality version (Eftekhari &
-Papyan 2025, table 3).
+"""Target dbn: BatchNorm to decorrelated batch normalization (Huang et al. 2018).
 
-ZCA whitening multiplies centered values by the inverse square root of their covariance.
+ZCA whitening multiplies centered values by the inverse square root of their covariance. Strength 0
+is BatchNorm, in training too.
 """
 
 from dataclasses import replace
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
@@ -18,16 +19,15 @@ from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
 from retrofit.layers.forms import GroupConvolution, channel_form, channel_view
 from retrofit.layers.frozen_batch_norm import of_one_type
 from retrofit.layers.kernels.eager import affine, compute_dtype
-from retrofit.layers.normality_norm import Statistics, gaussianize, memory_format_of
-from retrofit.layers.power_transform import yeo_johnson
+from retrofit.layers.normality_norm import Statistics, memory_format_of
 from retrofit.layers.transforms import differentiable_once, transformed
+from retrofit.registry import layer_named
+from retrofit.surgery.families import NormLayer
+from retrofit.surgery.plan_and_report import LayerRow
+from retrofit.surgery.targets.normality import NormalityConverter
+from retrofit.utils.divisors import largest_divisor
 
 GROUP_SIZE = 16
-
-
-def largest_divisor(channels: int, most: int) -> int:
-    """Return the largest divisor of `channels` that is at most `most`."""
-    return next(n for n in range(min(channels, most), 0, -1) if channels % n == 0)
 
 
 def inverse_square_root(matrix: Tensor, floor: float) -> Tensor:
@@ -109,6 +109,9 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             from step to step and that average magnifies what lies in it.
     """
 
+    unsynchronized = (
+        "whitening is not synchronized between processes; leave dbn and dbnn unsynchronized"
+    )
     running_covariance: Tensor | None
     running_whitening: Tensor | None
 
@@ -309,46 +312,50 @@ class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
     """
 
 
-class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
-    """Mixin: lambda is estimated from each channel's whitened values, not standardized again: the
-    estimate holds for any variance. Theirs is one but for eps, unless channels of a group depend on
-    each other or outnumber its values.
+class DecorrelatedConverter(NormalityConverter):
+    """Swaps BatchNorm for a decorrelated form: the source's tensors, its own scaling as whitening,
+    strength 0.
     """
 
-    def _transform(self, h: Tensor, batch: bool) -> tuple[Tensor, Tensor]:
-        if not batch and self.running_lambda is not None:
-            lmbda = 1 + self.effective_alpha * (self.running_lambda.to(h.dtype) - 1)
-            return yeo_johnson(h, lmbda.view(-1, self.group_size, 1)), lmbda
-        noise = self.noise if self.training else 0.0
-        own = self.strength, noise, self.noise_kind, self.alpha
-        y, lmbda = gaussianize(h.flatten(0, 1), (1,), *own)
-        return y.view_as(h), lmbda.detach()
+    # what a class's name has where BatchNorm's has "BatchNorm"
+    replacement = "DecorrelatedBatchNorm"
 
-    def _behind_whitening(self) -> ChannelMap:
-        assert self.running_lambda is not None
-        lmbda = 1 + self.effective_alpha.double() * (self.running_lambda.double() - 1)
-        return replace(super()._behind_whitening(), lmbda=lmbda)
+    def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        cls = layer.known_class.replace("BatchNorm", self.replacement)
+        problem = self._problem(layer, cls)
+        if problem:
+            return layer.row("unsupported", problem)
+        channels = layer.layer.num_features
+        most = options.group_size or GROUP_SIZE
+        size = largest_divisor(channels, most)
+        remark = ""
+        if size != most:
+            remark = f"whitened {size} channels at a time: {most} do not divide {channels} channels"
+        return layer.row("converted", remark, cls, **self.layer_options(options), group_size=size)
+
+    def layer_options(self, options: ConversionOptions) -> dict[str, Any]:
+        return {}
+
+    def build(self, module: Any, row: LayerRow, device: torch.device) -> Any:
+        new = super().build(module, row, device)
+        # by the source's running variance
+        new.reset_running_whitening()
+        return new
+
+    def _problem(self, layer: NormLayer, cls: str) -> str:
+        """Why a layer has no counterpart of that class; empty if it has."""
+        if layer.family != "bn":
+            return (
+                f"{layer.family_name} has no function-preserving path to whitening over the batch"
+            )
+        if layer_named(cls) is None:
+            return (
+                "whitening matrices are not synchronized between processes; convert it to BatchNorm "
+                "first"
+            )
+        if layer.layer.running_mean is None:
+            return "it tracks no running statistics, so there would be no whitening matrix at test time"
+        return ""
 
 
-class DecorrelatedBatchNormalNorm1d(_ThenTransform, batch_norm.BatchNormalNorm1d):
-    """Decorrelated batch normality normalization over (N, C) or (N, C, L) input (Eftekhari & Papyan
-    2025, table 3).
-
-    The arguments are those of `BatchNormalNorm1d` and of `DecorrelatedBatchNorm1d`.
-    """
-
-
-class DecorrelatedBatchNormalNorm2d(_ThenTransform, batch_norm.BatchNormalNorm2d):
-    """Decorrelated batch normality normalization over (N, C, H, W) input; see
-    `DecorrelatedBatchNormalNorm1d`.
-    """
-
-
-class DecorrelatedBatchNormalNorm3d(_ThenTransform, batch_norm.BatchNormalNorm3d):
-    """Decorrelated batch normality normalization over (N, C, D, H, W) input; see
-    `DecorrelatedBatchNormalNorm1d`.
-    """
-
-
-class DecorrelatedBatchNormalNormAct2d(_ThenActivate, DecorrelatedBatchNormalNorm2d):
-    """Decorrelated batch normality normalization, then `drop` and `act`."""
+DBN = DecorrelatedConverter()

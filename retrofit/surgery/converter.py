@@ -1,0 +1,200 @@
+"""What a converter is: the part of a target that decides about layers and builds their
+counterparts.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.conversion_options import ConversionOptions
+from retrofit.errors import UsageError
+from retrofit.graph.rewrite import rewrite_problem
+from retrofit.graph.sites import Site, Sites, find_sites
+from retrofit.registry import target_named
+from retrofit.surgery.families import NormLayer, classify
+from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
+from retrofit.utils.divisors import largest_divisor
+
+Decisions = tuple[Sequence[LayerRow], Sequence[EditRow], Sites | None]
+
+_MODULE_STATE = {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_compiled_call_impl",
+}
+# options of our layers, which the plan settles
+_OPTIONS = {"alpha", "group_size", "noise", "noise_kind", "strength"}
+
+
+class Converter(ABC):
+    """Takes normalization layers of some families to their counterparts; it holds no state of a
+    conversion.
+
+    Attributes:
+        sources: The families that it converts by default, those of its target.
+        identity: Whether the converted network is its source's function in evaluation, at strength
+            0 if it has one.
+        has_strength: Whether its layers have a strength.
+        changes_sets: Whether its layers normalize each sample by itself, and their sources do not.
+        takes_activations: Whether it also converts the activations behind the layers, and is
+            pointless without.
+    """
+
+    sources: frozenset[str] = frozenset()
+    identity: bool = True
+    has_strength: bool = True
+    changes_sets: bool = False
+    takes_activations: bool = False
+
+    def plan(
+        self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
+    ) -> Decisions:
+        """Decide the fate of the layers that the caller's rules let through: a row for each, those
+        of the activations and convolutions around them, and where these are. Changes nothing; may
+        raise errors.
+        """
+        return [self.decide(layer, options) for layer in layers], (), None
+
+    def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
+        """Decide the fate of one layer, if the rest of the network does not matter."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
+        """Return the counterpart of `module`, holding its tensors (moved, not copied), as `row`
+        says.
+        """
+
+    def finish(
+        self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]
+    ) -> Sequence[str]:
+        """Edit what lies around the converted layers, at sites by norm and place as in `EditRow`;
+        return notes.
+        """
+        return ()
+
+    def sites_of(self, model: nn.Module) -> Sites:
+        """Find the places that call normalization layers of the sources, and the activations behind
+        them.
+        """
+
+        def is_source(module: nn.Module) -> bool:
+            norm = classify("", module)
+            return norm is not None and norm.family in self.sources
+
+        return find_sites(model, is_source)
+
+    def plan_activations(
+        self,
+        model: nn.Module,
+        sites: Sites,
+        converted: Collection[str],
+        target: str,
+        settle: Callable[[Site], Any],
+    ) -> list[EditRow]:
+        """Decide every activation: behind `converted` layers it becomes part of `target`, with
+        options of `settle`.
+        """
+        rows = []
+        for site in sites.sites:
+            if site.activation is not None:
+                problem = "its norm is not converted"
+                if site.norm in converted:
+                    problem = activation_problem(model, site)
+                rows.append(_activation_row(site, problem, target, settle))
+        for activation in sites.unmatched:
+            rows.append(EditRow(activation.name, activation.type, "", "left", activation.reason))
+        # The reason why a part cannot be traced stands once, at its activations if it has any.
+        said = {activation.reason for activation in sites.unmatched}
+        for norm, why in sites.uncovered.items():
+            if norm in converted and why not in said:
+                reason = f"what follows its norm is unknown: {why}"
+                rows.append(EditRow(f"after {norm}", "unknown", "", "left", reason, norm=norm))
+        return rows
+
+
+def _activation_row(
+    site: Site, problem: str, target: str, settle: Callable[[Site], Any]
+) -> EditRow:
+    """Return the row of the activation at a site, left where there is a problem."""
+    assert site.activation is not None
+    return EditRow(
+        site.activation.name,
+        site.activation.type,
+        "" if problem else target,
+        "left" if problem else "converted",
+        problem,
+        {} if problem else settle(site),
+        norm=site.norm,
+        place=site.place,
+    )
+
+
+def converter_for(to: str) -> Converter:
+    """Return the converter of target `to`.
+
+    Raises:
+        UsageError: If no such target is registered.
+    """
+    target = target_named(to)
+    converter: Converter = target.load_converter()
+    converter.sources = frozenset(target.families)
+    return converter
+
+
+def adopt(new: nn.Module, old: Any) -> Any:
+    """Move parameters, buffers, children, hooks, training flag and all other attributes of `old`
+    into `new`.
+
+    The parameters are the same objects, so that an optimizer that holds them keeps working. What
+    `new` has and `old` lacks stays as built, and so do the options of `new`; where `new` has a
+    parameter and `old` a buffer, as frozen layers do, it becomes a parameter.
+    """
+    for store in ("_parameters", "_buffers", "_modules"):
+        getattr(new, store).update(getattr(old, store))
+    # a frozen layer's constants
+    for name in new._parameters.keys() & new._buffers.keys():
+        value = new._buffers.pop(name)
+        new._parameters[name] = None if value is None else nn.Parameter(value)
+    new._non_persistent_buffers_set |= old._non_persistent_buffers_set
+    for name, value in vars(old).items():
+        settled = name in _OPTIONS and hasattr(new, name)
+        if name not in _MODULE_STATE and name not in new._buffers and not settled:
+            object.__setattr__(new, name, value)
+    return new
+
+
+def activation_problem(model: nn.Module, site: Site) -> str:
+    """Why the activation of a site stays as it is; empty if it can be replaced, or there is none."""
+    if site.in_squeeze_excite:
+        return "inside a squeeze-excite"
+    return rewrite_problem(model, site.activation)
+
+
+def group_count(
+    name: str, channels: int, options: ConversionOptions, default: int
+) -> tuple[int, str]:
+    """Return how many groups a layer gets: by `group_channels`, or at most `groups`, or `default`;
+    and a remark.
+
+    Raises:
+        UsageError: If `group_channels` does not divide the layer's channels.
+    """
+    channels_each = options.group_channels
+    if channels_each is not None:
+        if channels % channels_each:
+            raise UsageError(
+                f"`group_channels={channels_each}` does not divide the {channels} channels of "
+                f"{name or 'the layer'}; name a divisor, or leave the layer out with `skip`"
+            )
+        return channels // channels_each, ""
+    most = options.groups if isinstance(options.groups, int) else default
+    groups = largest_divisor(channels, most)
+    if groups == most:
+        return groups, ""
+    return groups, f"{groups} groups: {most} do not divide {channels} channels"

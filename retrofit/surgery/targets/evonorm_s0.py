@@ -1,0 +1,62 @@
+"""Target evonorm-s0: BatchNorm and the activation behind it to timm's EvoNorm-S0 (Liu et al.
+2020).
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from retrofit.conversion_options import ConversionOptions
+from retrofit.layers.converted_layer import check_groups, hold_settings
+from retrofit.surgery.converter import group_count
+from retrofit.surgery.families import NormLayer
+from retrofit.surgery.targets.fused_layers import FusedConverter, TrainedBatchNorm
+
+# the paper's
+_GROUPS = 32
+# of a normal variable, uniform in probability
+_SAMPLES = 256
+
+
+class EvoNormConverter(FusedConverter):
+    """BatchNorm to `EvoNorm2dS0`.
+
+    Without activation it is an affine map: gamma * h + beta, exactly. With one, x * sigmoid(v * x)
+    / std has no shift before the gate. v = gamma / sigma and weight = v * std make it swish(gamma *
+    (h + mean / sigma)), where std is the groups' by the running statistics, and the bias gives back
+    the mean that swish(gamma * h + beta) has for normal h.
+    """
+
+    layer = "EvoNorm2dS0"
+
+    def layer_options(
+        self, layer: NormLayer, options: ConversionOptions
+    ) -> tuple[dict[str, Any], str]:
+        groups, remark = group_count(layer.name, layer.layer.num_features, options, _GROUPS)
+        return {"groups": groups}, remark
+
+    def migrated(self, new: Any, source: TrainedBatchNorm) -> dict[str, Tensor]:
+        slope = source.slope
+        if new.v is None:
+            return {"weight": slope, "bias": source.beta - slope * source.mean}
+        mean = source.mean.view(new.groups, -1).mean(1)
+        mean_square = (source.var + source.mean.square()).view(new.groups, -1).mean(1)
+        std = (mean_square - mean.square() + new.eps).sqrt()
+        probabilities = torch.arange(_SAMPLES, dtype=torch.float64, device=slope.device) + 0.5
+        normal = torch.special.ndtri(probabilities / _SAMPLES).unsqueeze(1)
+        expected = silu(source.gamma * normal + source.beta).mean(0)
+        unshifted = silu(slope * (source.mean + source.sigma * normal)).mean(0)
+        return {
+            "v": slope,
+            "weight": slope * std.repeat_interleave(len(slope) // new.groups),
+            "bias": expected - unshifted,
+        }
+
+    def hold(self, new: nn.Module, channels: int, device: torch.device) -> None:
+        hold_settings(new, {"groups": partial(check_groups, channels)}, device)
+
+
+EVONORM_S0 = EvoNormConverter()

@@ -1,0 +1,177 @@
+"""What targets share that put one layer of timm's in the place of BatchNorm and the activation
+behind it.
+
+Such layers are what proxy normalization is compared with (Labatie et al. 2021, tables 4 and 8).
+They are functions of another kind: no strength leads to them from BatchNorm, and a converted
+network does not start as its source. What a layer's statistics and affine can say is carried over;
+of a network that was not trained that makes timm's own first values.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.conversion_options import ConversionOptions
+from retrofit.errors import UsageError
+from retrofit.graph.rewrite import replace_activation
+from retrofit.graph.sites import Site, Sites
+from retrofit.surgery.converter import Converter, Decisions, activation_problem, adopt
+from retrofit.surgery.families import NormLayer
+from retrofit.surgery.plan_and_report import LayerRow, Plan
+
+_MAPS = ("BatchNorm2d", "SyncBatchNorm", "BatchNormAct2d", "SyncBatchNormAct")
+
+
+@dataclass(frozen=True)
+class TrainedBatchNorm:
+    """What a trained BatchNorm says of its channels, (C,) each in float64: with h = (x - mean) /
+    sigma by the running statistics, its output is gamma * h + beta.
+    """
+
+    mean: Tensor
+    var: Tensor
+    sigma: Tensor
+    gamma: Tensor
+    beta: Tensor
+
+    @classmethod
+    def of(cls, layer: Any) -> "TrainedBatchNorm":
+        """Read a layer with running statistics."""
+        mean = layer.running_mean.double()
+        var = layer.running_var.double()
+        gamma = torch.ones_like(mean) if layer.weight is None else layer.weight.double()
+        beta = torch.zeros_like(mean) if layer.bias is None else layer.bias.double()
+        return cls(mean, var, (var + layer.eps).sqrt(), gamma, beta)
+
+    @property
+    def slope(self) -> Tensor:
+        """The output's derivative by x."""
+        return self.gamma / self.sigma
+
+
+class FusedConverter(Converter):
+    """BatchNorm with the activation directly behind it to one layer of timm's; BatchNorm alone to
+    its plain form.
+    """
+
+    identity = False
+    has_strength = False
+    changes_sets = True
+    takes_activations = True
+
+    # name of the class in `timm.layers`
+    layer: str
+
+    @abstractmethod
+    def migrated(self, new: Any, source: TrainedBatchNorm) -> dict[str, Tensor]:
+        """Return the parameters, (C,) each, with which `new` comes closest to its source."""
+
+    def layer_options(
+        self, layer: NormLayer, options: ConversionOptions
+    ) -> tuple[dict[str, Any], str]:
+        """Return arguments of the layer's constructor, and a remark."""
+        return {}, ""
+
+    def hold(self, new: nn.Module, channels: int, device: torch.device) -> None:
+        """Have the state dict hold what no tensor of the layer shows."""
+
+    def plan(
+        self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
+    ) -> Decisions:
+        if options.groups == "auto":
+            raise UsageError(
+                f"`groups='auto'` means nothing to {self.layer}; give a number or leave it out"
+            )
+        sites = self.sites_of(model)
+        rows = []
+        for layer in layers:
+            calls = [site for site in sites.sites if model.get_submodule(site.norm) is layer.module]
+            problem = self._problem(model, layer, calls, sites)
+            if problem:
+                rows.append(layer.row("unsupported", problem))
+                continue
+            activated = any(site.activation is not None for site in calls)
+            settled, remark = self.layer_options(layer, options)
+            rows.append(layer.row("converted", remark, self.layer, apply_act=activated, **settled))
+        converted = {row.name for row in rows if row.status == "converted"}
+        edits = self.plan_activations(model, sites, converted, self.layer, lambda _: {})
+        return rows, edits, sites
+
+    def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
+        import timm.layers
+
+        like = module.running_mean if module.weight is None else module.weight
+        cls = getattr(timm.layers, self.layer)
+        new: Any = cls(module.num_features, **row.options).to(like)
+        eps = new.eps
+        parameters = dict(new._parameters)
+        adopt(new, module).eps = eps
+        trained = module.weight is None or module.weight.requires_grad
+        for name, parameter in parameters.items():
+            if module._parameters.get(name) is None:
+                new._parameters[name] = parameter.requires_grad_(trained)
+        if device.type != "meta":
+            with torch.no_grad():
+                for name, value in self.migrated(new, TrainedBatchNorm.of(module)).items():
+                    if getattr(new, name) is not None:
+                        getattr(new, name).copy_(value)
+        new._buffers.clear()
+        new._modules.clear()
+        self.hold(new, module.num_features, device)
+        return new
+
+    def finish(
+        self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]
+    ) -> Sequence[str]:
+        for place in sorted(plan.proxied):
+            site = sites[place]
+            # A fused activation went with its layer.
+            if site.activation is not None and site.activation.kind != "fused":
+                replace_activation(model, site, nn.Identity(), "act")
+        return (
+            f"{self.layer} has no strength, and the network is not its source's function any more: "
+            "gamma, beta and the running statistics are carried over as far as they go, training "
+            "has to do the rest",
+        )
+
+    def _problem(
+        self, model: nn.Module, layer: NormLayer, calls: Sequence[Site], sites: Sites
+    ) -> str:
+        """Why a layer cannot be converted, given the sites that call it; empty if it can."""
+        return self._problem_of_layer(layer) or self._problem_of_calls(model, layer, calls, sites)
+
+    def _problem_of_layer(self, layer: NormLayer) -> str:
+        if layer.family != "bn":
+            return f"{self.layer} takes BatchNorm's place, not {layer.family_name}'s"
+        if layer.known_class not in _MAPS:
+            return f"{self.layer} normalizes maps, (N, C, H, W), alone"
+        if layer.layer.running_mean is None:
+            return "it tracks no running statistics, so there is nothing to migrate"
+        if not _is_identity(layer.layer, "drop"):
+            return "it holds a dropout between normalization and activation"
+        return ""
+
+    def _problem_of_calls(
+        self, model: nn.Module, layer: NormLayer, calls: Sequence[Site], sites: Sites
+    ) -> str:
+        if not calls:
+            why = sites.uncovered.get(layer.name, "no trace shows its call")
+            return f"what follows it is unknown: {why}"
+        followed = [site.activation is not None for site in calls]
+        if any(followed) and not all(followed):
+            return "called at several places, and an activation follows at some of them only"
+        if not any(followed) and not _is_identity(layer.layer, "act"):
+            return calls[0].reason
+        for site in calls:
+            problem = activation_problem(model, site)
+            if problem:
+                return problem
+        return ""
+
+
+def _is_identity(layer: Any, child: str) -> bool:
+    return isinstance(getattr(layer, child, nn.Identity()), nn.Identity)
