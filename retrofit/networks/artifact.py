@@ -230,6 +230,7 @@ def save(
     model = unwrapped(model)
     refuse_partial_state(model)
     record = record_of(model)
+    plans = surgery.plans_of(model)
     if source == "own":
         source = library.class_source(model)
     elif isinstance(source, str):
@@ -245,7 +246,7 @@ def save(
     preprocess = preprocess or record.preprocess or library.preprocess_of(model, source)
     outputs = contents.sample_outputs(model, preprocess.input_size)
     if not outputs.not_checked and structure is not model:
-        twin = rebuilt(source, record.plans)
+        twin = rebuilt(source, plans)
         fill(twin, tensors)
         if problem := outputs.difference(twin):
             raise RetrofitError(
@@ -260,11 +261,11 @@ def save(
             )
         # those noted were of another classifier
         names = None
-    steps = [plan.to_dict() for plan in record.plans]
+    steps = [plan.to_dict() for plan in plans]
     manifest = {
         "schema": SCHEMA,
         "model": asdict(source),
-        "conversion": {"to": record.plans[-1].to if steps else None, "steps": steps},
+        "conversion": {"to": plans[-1].to if plans else None, "steps": steps},
         "layers": steps[-1]["layers"] if steps else [],
         "preprocess": preprocess.to_dict(),
         "labels": None if names is None else list(names),
@@ -324,10 +325,11 @@ def opened(
     source, plans, origin = manifest.source, manifest.plans, manifest.source
     if into is not None:
         into = unwrapped(into)
-        if surgery.plans_of(into):
+        if record_of(into).plans:
             raise RetrofitError(
                 "the network to load into is converted already; pass it as it was before that"
             )
+        plans = surgery.unrepeated(plans, into)
         if any(tensor.is_meta for tensor in tensors_of(into).values()):
             raise RetrofitError(
                 "the network to load into is on the meta device, without memory; build it on the CPU"

@@ -241,6 +241,20 @@ def forget_plans(model: nn.Module) -> None:
             set_record(module, plans=())
 
 
+def unrepeated(plans: Iterable[Plan], model: nn.Module) -> list[Plan]:
+    """Return the conversions that parts of a network have not gone through: code may build a
+    network of converted parts.
+
+    Plans with the same decisions are the same; numbers in them depend on the weights.
+    """
+    done = [_decisions(plan) for plan in plans_of(model)]
+    return [plan for plan in plans if _decisions(plan) not in done]
+
+
+def _decisions(plan: Plan) -> tuple[str, str, list[tuple[str, str, str | None]]]:
+    return plan.to, plan.part, [(row.name, row.source, row.target) for row in plan.layers]
+
+
 def replay(model: nn.Module, plans: Iterable[Plan]) -> nn.Module:
     """Repeat conversions on a network of the structure that they were made for; return the network
     to use.
