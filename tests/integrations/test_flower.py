@@ -28,7 +28,9 @@ def test_the_apps_of_the_guide_train_a_server(
     # flwr's runtime sets these in each process that it starts.
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
     torch.manual_seed(0)
-    example, apps = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    example, apps = re.findall(
+        r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE
+    )
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(example.replace('"frozen"', f'"{target}"'), GUIDE.name, "exec"), names)
     exec(compile(apps, GUIDE.name, "exec"), names)
