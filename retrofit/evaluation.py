@@ -24,6 +24,7 @@ from retrofit.layers.strength import partial_state
 from retrofit.record import Preprocess
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
 from retrofit.utils.running import autocast, evaluating
+from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import plural, printable, shortlist, shown, with_class
 
 Progress = Callable[[int, int | None], None]
@@ -133,7 +134,8 @@ def evaluate(
     done = 0
     skipped: list[str] = []
     counts = _Counts(attack)
-    with torch.inference_mode(attack is None), torch.no_grad(), autocast(device, amp):
+    inference = torch.inference_mode(attack is None)
+    with left_as_it_was(model), inference, torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
             readable = targets >= 0
             skipped += [data.images.unreadable(target) for target in targets[~readable].tolist()]

@@ -24,6 +24,7 @@ from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
 from retrofit.utils.running import copied, device_of, silence
+from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import cause_of
 
 ATEN = torch.ops.aten
@@ -130,7 +131,7 @@ def capture(
     for part in powers:
         vars(part)["forward"] = lambda h, part=part: POWER(h, *part.constants)
     try:
-        program.module = _exported(net, call, shapes).run_decompositions({}).module()
+        program.module = _exported(net, call, shapes).module()
     except RetrofitError as error:
         program.note = str(error)
         return program
@@ -164,10 +165,11 @@ def _exported(
 ) -> torch.export.ExportedProgram:
     """Run torch.export; a RetrofitError says why it cannot capture the network."""
     try:
-        with silence(), torch.no_grad():
-            return torch.export.export(
+        with silence(), torch.no_grad(), left_as_it_was(net):
+            exported = torch.export.export(
                 net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
             )
+            return exported.run_decompositions({})
     # torch.export raises anything that the network's code does
     except Exception as error:
         raise RetrofitError(

@@ -10,7 +10,9 @@ import torch
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.trace import Tracer, traced, untouched
+from retrofit.graph.trace import Tracer, traced
+from retrofit.utils.running import modes_kept
+from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import with_class
 
 # the kind of step that a function or method is, by its name
@@ -234,25 +236,16 @@ class Flows:
         self.inside = {
             module: set(module.modules()) for module in self.names
         }  # what it holds, and itself
-        self.activations = set(filter(kinds.is_activation, self.names))
         self.failures: dict[
             nn.Module, str
             # what could not be traced, with the reason in one line
         ] = {}
-        norms = set(filter(is_norm, self.names))
-        self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
-        self.traceable = {
-            module
-            for module in self.names
-            if self.inside[module] & norms
-            # that hold norms
-        } - norms
         self._traces: dict[
             tuple[bool, nn.Module], list[Tracer]
             # by whether in training, and the module
         ] = {}
-        with untouched(model):
-            self._cover(model)
+        with left_as_it_was(model), modes_kept(model):
+            self._trace_all(model)
         # evaluation's first
         ordered = sorted(self._traces, key=lambda key: key[0])
         self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
@@ -270,6 +263,18 @@ class Flows:
             for node in flow.graph.nodes
             if node.op == "get_attr" and node.users
         }
+
+    def _trace_all(self, model: nn.Module) -> None:
+        norms = set(filter(self.is_norm, self.names))
+        self.activations = set(filter(kinds.is_activation, self.names))
+        self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
+        self.traceable = {
+            module
+            for module in self.names
+            if self.inside[module] & norms
+            # that hold norms
+        } - norms
+        self._cover(model)
 
     def _cover(self, module: nn.Module) -> None:
         """Trace a module in both modes, and what it calls; its children where it cannot be traced."""

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
-from retrofit.utils.running import modes_kept
+from retrofit.utils.snapshot import Snapshot
 
 _ANNOTATIONS = (
     annotations.compiler_flag
@@ -54,22 +54,6 @@ class Place(NamedTuple):
     at: (
         tuple[int, int] | str
     )  # where in it the call ends; the name of a Sequential's entry, or of a graph's node
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore every module's attributes on leaving, whatever a trace set: training flags, caches,
-    constants.
-    """
-    saved = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
-        # by `train`, which may do more than set attributes
-        with modes_kept(model):
-            yield
-    finally:
-        for module, attributes in saved:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
 
 
 class _Value(fx.Proxy):
@@ -202,12 +186,13 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Trac
     paths: list[Tracer] = []
     refusals: list[Exception] = []
     pending: list[tuple[bool, ...]] = [()]
+    snapshot = Snapshot(module)
     while pending:
         tracer = Tracer(is_leaf, pending.pop())
+        snapshot.empty_caches()
         try:
-            with warnings.catch_warnings(
-                action="ignore"
-            ):  # code under trace warns about proxies, not about the model
+            # Code under trace warns about proxies, not about the model.
+            with warnings.catch_warnings(action="ignore"):
                 tracer.trace(module)
         except Exception as error:
             if not tracer.conditions or not _is_refusal(error):
@@ -215,6 +200,9 @@ def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Trac
             refusals.append(error)
         else:
             paths.append(tracer)
+        finally:
+            # No path meets the values of another.
+            snapshot.restore()
         pending += tracer.others
     if not paths:
         raise refusals[0]

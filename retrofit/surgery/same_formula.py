@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.graph.trace import methods_of
+from retrofit.utils.snapshot import left_as_it_was
 
 _EPSILONS = (1e-5, 1e-6, 1e-3, 1e-12)
 _PROCESSES = re.compile(r"^dist(ributed)?$|world_size|process_group|all_(reduce|gather)|sync")
@@ -163,7 +164,7 @@ def agrees(
     if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return True
     # Anything may come out of a layer's own code.
-    with suppress(Exception):
+    with suppress(Exception), left_as_it_was(module):
         other = formula.layer(module)
         shapes = shapes or _shapes(other)[: None if random else 1]
         # Some layers take no double precision; these are compared in single.

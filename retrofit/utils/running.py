@@ -4,6 +4,7 @@ as it was.
 
 import copy
 import logging
+import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import (
@@ -18,11 +19,13 @@ from io import StringIO
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import one_line
 
 
@@ -140,31 +143,40 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a network in evaluation mode without gradients, and every module's mode back afterwards."""
-    with modes_kept(model), torch.no_grad():
+    """Put a network in evaluation mode without gradients, and leave it as it was."""
+    with left_as_it_was(model), modes_kept(model), torch.no_grad():
         model.eval()
         yield
 
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate a network, and leave its modes, its buffers and the random state as they were.
+    """Evaluate a network, and leave it and the random states as they were.
 
     What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it
     was traced.
     """
     device = device_of(model)
     kind, devices = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
-    buffers = kept_values(model.buffers())
     compiled = any(
         m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules()
     )
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    with evaluating(model), eager, torch.random.fork_rng(devices, device_type=kind):
-        try:
-            yield
-        finally:
-            put_back(buffers)
+    torch_random = torch.random.fork_rng(devices, device_type=kind)
+    with evaluating(model), eager, torch_random, _other_random_states_kept():
+        yield
+
+
+@contextmanager
+def _other_random_states_kept() -> Iterator[None]:
+    """Put the random states of Python and NumPy back, from which a network may draw too."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:

@@ -1,0 +1,325 @@
+"""Run a network's own code, and leave everything that the code can reach as it was."""
+
+import copy
+import functools
+import operator
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, np.generic)
+_CACHE = type(functools.lru_cache(lambda: None))
+_ABSENT = object()
+# Packages whose objects hold nothing of one network's calls, or whose threads go on meanwhile.
+_FOREIGN = sys.stdlib_module_names | {
+    *("torch", "torchvision", "timm", "numpy", "sympy", "mpmath", "retrofit"),
+    *("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"),
+}
+# Modules of the standard library whose objects are containers.
+_CONTAINERS = ("argparse", "collections", "types", "weakref")
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put back, afterwards, all that a network's code may have changed meanwhile.
+
+    That is what can be reached from the network: attributes of modules and other objects, their
+    classes, lists, dicts, sets, deques, arrays and tensors, whatever these hold, and the globals,
+    closures and defaults that methods use. Each is the same object afterwards and has the same
+    content; what did not change is not written to. Functions and classes are looked into where they
+    are of a package that defines a module of the network. A `functools.cache` gives way to an empty one
+    meanwhile. Random generators that the network holds continue where they were; those of Python,
+    NumPy and torch are the caller's.
+
+    Args:
+        model: The network, on any device.
+    """
+    snapshot = Snapshot(model)
+    snapshot.empty_caches()
+    try:
+        yield
+    finally:
+        snapshot.restore()
+
+
+class Snapshot:
+    """All that can be reached from a network, for `restore`, which may be called more than once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # What was looked at, by its `id`, which is unique while this holds it.
+        self._reached: dict[int, Any] = {}
+        self._undo: list[Callable[[], Any]] = []
+        homes = {_home(base) for module in model.modules() for base in type(module).__mro__}
+        self._packages = homes - _FOREIGN
+        # Cached functions, and what puts another in the place of each.
+        self._caches: list[tuple[Any, Callable[[Any], Any]]] = []
+        pending: list[Any] = [model]
+        while pending:
+            value = pending.pop()
+            if not isinstance(value, _ATOMS) and id(value) not in self._reached:
+                self._reached[id(value)] = value
+                pending += self._remember(value)
+
+    def empty_caches(self) -> None:
+        """Put an empty cache in place of each cached function, the same one in all its places."""
+        empty: dict[int, Any] = {}
+        for cached, put in self._caches:
+            if id(cached) not in empty:
+                renewed = functools.lru_cache(**cached.cache_parameters())
+                empty[id(cached)] = renewed(cached.__wrapped__)
+            put(empty[id(cached)])
+
+    def restore(self) -> None:
+        """Put everything back, classes and attributes before what they hold."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+
+    def _remember(self, value: Any) -> Iterable[Any]:
+        """Remember one thing; return what it holds."""
+        if isinstance(value, Tensor):
+            self._undo.append(_tensor_restorer(value))
+            return ()
+        if isinstance(value, torch.Generator):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+            return ()
+        if isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+            return ()
+        if isinstance(value, np.random.Generator):
+            state = copy.deepcopy(value.bit_generator.state)
+            self._undo.append(functools.partial(setattr, value.bit_generator, "state", state))
+            return ()
+        if isinstance(value, np.ndarray):
+            self._undo.append(functools.partial(np.copyto, value, value.copy()))
+            return ()
+        if isinstance(value, tuple | frozenset):
+            return value
+        if isinstance(value, dict):
+            return self._remember_dict(value)
+        if isinstance(value, list | set | deque | bytearray):
+            self._undo.append(_content_restorer(value))
+            held = () if isinstance(value, bytearray) else value
+            return [*held, *self._remember_attributes(value)]
+        if isinstance(value, functools.partial):
+            return value.func, value.args, value.keywords
+        if isinstance(value, MethodType):
+            return value.__self__, value.__func__
+        if isinstance(value, _CACHE):
+            return (value.__wrapped__,)
+        if isinstance(value, staticmethod | classmethod):
+            return (value.__func__,)
+        if isinstance(value, property):
+            return value.fget, value.fset
+        if isinstance(value, functools.cached_property):
+            return (value.func,)
+        if isinstance(value, FunctionType):
+            return self._remember_function(value)
+        if isinstance(value, type):
+            return self._remember_class(value)
+        if isinstance(value, ModuleType):
+            return ()
+        return self._remember_attributes(value)
+
+    def _remember_dict(self, value: dict[Any, Any]) -> Iterable[Any]:
+        self._undo.append(_content_restorer(value))
+        for key, held in value.items():
+            self._note_cache(held, functools.partial(value.__setitem__, key))
+        return [*value.keys(), *value.values(), *self._remember_attributes(value)]
+
+    def _remember_attributes(self, value: Any) -> Iterable[Any]:
+        """Remember an object's class and attributes, unless another library keeps them to itself."""
+        cls = type(value)
+        is_module = isinstance(value, nn.Module)
+        if not is_module and _home(cls) in _FOREIGN and cls.__module__ not in _CONTAINERS:
+            return ()
+        if is_module:
+            self._undo.append(functools.partial(_restore_class, value, cls))
+        held: list[Any] = [cls, getattr(value, "__dict__", None)]
+        for base in cls.__mro__:
+            for slot in vars(base).values():
+                if isinstance(slot, MemberDescriptorType):
+                    held += self._remember_slot(value, slot)
+        return held
+
+    def _remember_class(self, cls: type) -> Iterable[Any]:
+        if _home(cls) not in self._packages:
+            return ()
+        names = [name for name in vars(cls) if not _is_special(name)]
+        for name in names:
+            held = vars(cls)[name]
+            put = functools.partial(type.__setattr__, cls, name)
+            self._note_cache(held, put)
+            if isinstance(held, staticmethod | classmethod):
+                wrapped = held.__func__
+                self._note_cache(wrapped, functools.partial(_put_wrapped, put, type(held)))
+            elif isinstance(held, property):
+                self._note_cache(held.fget, functools.partial(_put_wrapped, put, held.getter))
+        attributes = {name: vars(cls)[name] for name in names}
+        self._undo.append(functools.partial(_restore_class_attributes, cls, attributes))
+        return [*vars(cls).values(), *cls.__bases__]
+
+    def _remember_function(self, function: FunctionType) -> Iterable[Any]:
+        """Remember what a function keeps between its calls, and the globals that it names."""
+        if _home(function) not in self._packages:
+            return ()
+        held: list[Any] = [function.__defaults__, function.__kwdefaults__, vars(function)]
+        held.append(getattr(function, "__wrapped__", None))
+        names = _names_in(function.__code__)
+        namespaces = [function.__globals__]
+        for name in names:
+            module = function.__globals__.get(name)
+            if isinstance(module, ModuleType) and _home(module) in self._packages:
+                namespaces.append(vars(module))
+        for namespace in namespaces:
+            held += self._remember_globals(namespace, names)
+        for cell in function.__closure__ or ():
+            held += self._remember_slot(cell, CellType.cell_contents)
+        return held
+
+    def _remember_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> list[Any]:
+        values = {name: namespace.get(name, _ABSENT) for name in names}
+        for name, value in values.items():
+            self._note_cache(value, functools.partial(namespace.__setitem__, name))
+        self._undo.append(functools.partial(_restore_globals, namespace, values))
+        return [value for value in values.values() if value is not _ABSENT]
+
+    def _remember_slot(self, value: Any, slot: Any) -> list[Any]:
+        """Remember what stands in no dict: an attribute in a slot, or the content of a closure."""
+        content = _content(slot, value)
+        self._note_cache(content, functools.partial(slot.__set__, value))
+        self._undo.append(functools.partial(_restore_slot, value, slot, content))
+        return [] if content is _ABSENT else [content]
+
+    def _note_cache(self, value: Any, put: Callable[[Any], Any]) -> None:
+        if isinstance(value, _CACHE) and _home(value) in self._packages:
+            self._caches.append((value, put))
+
+
+def _put_wrapped(put: Callable[[Any], Any], wrap: Callable[[Any], Any], function: Any) -> None:
+    put(wrap(function))
+
+
+def _home(value: Any) -> str:
+    """The package that a function, class or module is of."""
+    home = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    return str(home).partition(".")[0]
+
+
+def _names_in(code: Any) -> set[str]:
+    """The names of globals and attributes in a function and in the functions inside it."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            names |= _names_in(constant)
+    return names
+
+
+def _tensor_restorer(tensor: Tensor) -> Callable[[], None]:
+    """Remember a tensor: its class, where its values lie, and the values, on the CPU."""
+    cls = type(tensor)
+    trained = tensor.requires_grad
+    memory = tensor.data
+    # What another library makes of a tensor, a shard or a quantized one, is its own to keep.
+    ordinary = cls in (Tensor, nn.Parameter) and memory.layout == torch.strided
+    values = memory.to("cpu", copy=True) if ordinary and not memory.is_meta else None
+
+    def restore() -> None:
+        _restore_class(tensor, cls)
+        if not _same_memory(tensor, memory):
+            tensor.data = memory
+        if tensor.requires_grad != trained:
+            tensor.requires_grad_(trained)
+        if values is not None and not torch.equal(memory.to("cpu"), values):
+            with torch.inference_mode(memory.is_inference()):
+                memory.copy_(values)
+
+    return restore
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.device, one.layout) != (other.dtype, other.device, other.layout):
+        return False
+    if one.layout != torch.strided or not hasattr(one, "shape"):
+        return True
+    alike = one.shape == other.shape and one.stride() == other.stride()
+    return alike and (one.is_meta or one.data_ptr() == other.data_ptr())
+
+
+def _restore_class(value: Any, cls: type) -> None:
+    if type(value) is not cls:
+        value.__class__ = cls
+
+
+def _content_restorer(container: Any) -> Callable[[], None]:
+    """Remember what a container holds, and in which order."""
+    kinds = (OrderedDict, dict, list, set, deque, bytearray)
+    kind: Any = next(kind for kind in kinds if isinstance(container, kind))
+    items = _items(container)
+
+    def restore() -> None:
+        present = _items(container)
+        if len(present) == len(items) and all(map(operator.is_, present, items)):
+            return
+        kind.clear(container)
+        if isinstance(container, dict):
+            kind.update(container, zip(items[::2], items[1::2], strict=True))
+        elif isinstance(container, set):
+            kind.update(container, items)
+        else:
+            kind.extend(container, items)
+
+    return restore
+
+
+def _items(container: Any) -> list[Any]:
+    """What a container holds; of a dict each key and its value, one after the other."""
+    if not isinstance(container, dict):
+        return list(container)
+    kind = OrderedDict if isinstance(container, OrderedDict) else dict
+    return [item for pair in kind.items(container) for item in pair]
+
+
+def _restore_class_attributes(cls: type, attributes: dict[str, Any]) -> None:
+    for name in [name for name in vars(cls) if name not in attributes and not _is_special(name)]:
+        type.__delattr__(cls, name)
+    for name, value in attributes.items():
+        if vars(cls).get(name, _ABSENT) is not value:
+            type.__setattr__(cls, name, value)
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _restore_globals(namespace: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _ABSENT:
+            namespace.pop(name, None)
+        else:
+            namespace[name] = value
+
+
+def _content(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    # An empty slot says it by the former, an empty closure by the latter.
+    except (AttributeError, ValueError):
+        return _ABSENT
+
+
+def _restore_slot(value: Any, slot: Any, content: Any) -> None:
+    if _content(slot, value) is content:
+        return
+    if content is _ABSENT:
+        slot.__delete__(value)
+    else:
+        slot.__set__(value, content)
