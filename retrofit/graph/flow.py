@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.trace import Tracer, traced
-from retrofit.utils.running import modes_kept
-from retrofit.utils.snapshot import left_as_it_was
+from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
 # the kind of step that a function or method is, by its name
@@ -244,8 +243,12 @@ class Flows:
             tuple[bool, nn.Module], list[Tracer]
             # by whether in training, and the module
         ] = {}
-        with left_as_it_was(model), modes_kept(model):
+        self._snapshot = Snapshot(model)
+        self._snapshot.empty_caches()
+        try:
             self._trace_all(model)
+        finally:
+            self._snapshot.restore()
         # evaluation's first
         ordered = sorted(self._traces, key=lambda key: key[0])
         self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
@@ -284,8 +287,8 @@ class Flows:
         for training in (False, True):
             self._traces[training, module] = []
             try:
-                module.train(training)
-                self._traces[training, module] = paths = traced(module, self._leaves.__contains__)
+                paths = traced(module, training, self._leaves.__contains__, self._snapshot)
+                self._traces[training, module] = paths
                 called += [place.target for path in paths for place in path.places.values()]
             # anything may come out of a model's own code
             except Exception as error:

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
+from retrofit.utils.running import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
 _ANNOTATIONS = (
@@ -178,21 +179,33 @@ class Tracer(fx.Tracer):
         return functools.partial(root_fn, **bound.kwargs), list(bound.args)
 
 
-def traced(module: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[Tracer]:
-    """Trace a module in its mode, on every path that its conditions on values allow. What its code
-    raises under trace is raised, unless the code itself raises it (`raise`, `assert`) on some paths
-    alone.
+def traced(
+    module: nn.Module, training: bool, is_leaf: Callable[[nn.Module], bool], snapshot: Snapshot
+) -> list[Tracer]:
+    """Trace a module in one mode, on every path that its conditions on values allow.
+
+    Args:
+        module: The module, which is left as it was.
+        training: Whether it is traced in training mode.
+        is_leaf: Whether a module's call is one node.
+        snapshot: Of the module, or of the network that holds it.
+
+    Returns:
+        A trace for each path that does not end in an error of the code's own (`raise`, `assert`).
+
+    Raises:
+        Exception: What the code raises under trace, unless it raises it itself on some paths alone.
     """
     paths: list[Tracer] = []
     refusals: list[Exception] = []
     pending: list[tuple[bool, ...]] = [()]
-    snapshot = Snapshot(module)
     while pending:
         tracer = Tracer(is_leaf, pending.pop())
         snapshot.empty_caches()
         try:
             # Code under trace warns about proxies, not about the model.
-            with warnings.catch_warnings(action="ignore"):
+            with modes_kept(module), warnings.catch_warnings(action="ignore"):
+                module.train(training)
                 tracer.trace(module)
         except Exception as error:
             if not tracer.conditions or not _is_refusal(error):

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -15,7 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, np.generic)
+_ATOMS = (
+    *(str, bytes, int, float, complex, type(None), ModuleType),
+    *(torch.dtype, torch.device, np.generic),
+)
 _CACHE = type(functools.lru_cache(lambda: None))
 _ABSENT = object()
 # Packages whose objects hold nothing of one network's calls, or whose threads go on meanwhile.
@@ -61,12 +65,18 @@ class Snapshot:
         self._packages = homes - _FOREIGN
         # Cached functions, and what puts another in the place of each.
         self._caches: list[tuple[Any, Callable[[Any], Any]]] = []
+        # What remembers a value and returns what that holds, by the value's type.
+        self._ways: dict[type, Callable[[Any], Iterable[Any]]] = {}
         pending: list[Any] = [model]
         while pending:
             value = pending.pop()
-            if not isinstance(value, _ATOMS) and id(value) not in self._reached:
-                self._reached[id(value)] = value
-                pending += self._remember(value)
+            if id(value) in self._reached:
+                continue
+            self._reached[id(value)] = value
+            cls = type(value)
+            if cls not in self._ways:
+                self._ways[cls] = self._way_for(cls)
+            pending += self._ways[cls](value)
 
     def empty_caches(self) -> None:
         """Put an empty cache in place of each cached function, the same one in all its places."""
@@ -83,56 +93,50 @@ class Snapshot:
             for undo in self._undo:
                 undo()
 
-    def _remember(self, value: Any) -> Iterable[Any]:
-        """Remember one thing; return what it holds."""
-        if isinstance(value, Tensor):
-            self._undo.append(_tensor_restorer(value))
+    def _way_for(self, cls: type) -> Callable[[Any], Iterable[Any]]:
+        ways: list[tuple[Any, Callable[[Any], Iterable[Any]]]] = [
+            (_ATOMS, lambda _: ()),
+            (Tensor, self._remember_state(_tensor_restorer)),
+            (torch.Generator, self._remember_state(_generator_restorer)),
+            (random.Random, self._remember_state(_random_restorer)),
+            (np.random.Generator, self._remember_state(_numpy_generator_restorer)),
+            (np.ndarray, self._remember_state(_array_restorer)),
+            (bytearray, self._remember_state(_content_restorer)),
+            (tuple | frozenset, lambda value: value),
+            (dict, self._remember_dict),
+            (list | set | deque, self._remember_container),
+            (functools.partial, lambda value: (value.func, value.args, value.keywords)),
+            (MethodType, lambda value: (value.__self__, value.__func__)),
+            (_CACHE, lambda value: (value.__wrapped__,)),
+            (staticmethod | classmethod, lambda value: (value.__func__,)),
+            (property, lambda value: (value.fget, value.fset)),
+            (functools.cached_property, lambda value: (value.func,)),
+            (FunctionType, self._remember_function),
+            (type, self._remember_class),
+            (object, self._remember_attributes),
+        ]
+        return next(way for kinds, way in ways if issubclass(cls, kinds))
+
+    def _remember_state(
+        self, restorer: Callable[[Any], Callable[[], Any]]
+    ) -> Callable[[Any], Iterable[Any]]:
+        """Remember what holds nothing else: `restorer` returns what puts a value's state back."""
+
+        def remember(value: Any) -> Iterable[Any]:
+            self._undo.append(restorer(value))
             return ()
-        if isinstance(value, torch.Generator):
-            self._undo.append(functools.partial(value.set_state, value.get_state()))
-            return ()
-        if isinstance(value, random.Random):
-            self._undo.append(functools.partial(value.setstate, value.getstate()))
-            return ()
-        if isinstance(value, np.random.Generator):
-            state = copy.deepcopy(value.bit_generator.state)
-            self._undo.append(functools.partial(setattr, value.bit_generator, "state", state))
-            return ()
-        if isinstance(value, np.ndarray):
-            self._undo.append(functools.partial(np.copyto, value, value.copy()))
-            return ()
-        if isinstance(value, tuple | frozenset):
-            return value
-        if isinstance(value, dict):
-            return self._remember_dict(value)
-        if isinstance(value, list | set | deque | bytearray):
-            self._undo.append(_content_restorer(value))
-            held = () if isinstance(value, bytearray) else value
-            return [*held, *self._remember_attributes(value)]
-        if isinstance(value, functools.partial):
-            return value.func, value.args, value.keywords
-        if isinstance(value, MethodType):
-            return value.__self__, value.__func__
-        if isinstance(value, _CACHE):
-            return (value.__wrapped__,)
-        if isinstance(value, staticmethod | classmethod):
-            return (value.__func__,)
-        if isinstance(value, property):
-            return value.fget, value.fset
-        if isinstance(value, functools.cached_property):
-            return (value.func,)
-        if isinstance(value, FunctionType):
-            return self._remember_function(value)
-        if isinstance(value, type):
-            return self._remember_class(value)
-        if isinstance(value, ModuleType):
-            return ()
-        return self._remember_attributes(value)
+
+        return remember
+
+    def _remember_container(self, value: Any) -> Iterable[Any]:
+        self._undo.append(_content_restorer(value))
+        return [*value, *self._remember_attributes(value)]
 
     def _remember_dict(self, value: dict[Any, Any]) -> Iterable[Any]:
         self._undo.append(_content_restorer(value))
         for key, held in value.items():
-            self._note_cache(held, functools.partial(value.__setitem__, key))
+            if isinstance(held, _CACHE):
+                self._note_cache(held, functools.partial(value.__setitem__, key))
         return [*value.keys(), *value.values(), *self._remember_attributes(value)]
 
     def _remember_attributes(self, value: Any) -> Iterable[Any]:
@@ -263,15 +267,15 @@ def _content_restorer(container: Any) -> Callable[[], None]:
     """Remember what a container holds, and in which order."""
     kinds = (OrderedDict, dict, list, set, deque, bytearray)
     kind: Any = next(kind for kind in kinds if isinstance(container, kind))
-    items = _items(container)
+    size = len(container)
+    items = [*_items(container)]
 
     def restore() -> None:
-        present = _items(container)
-        if len(present) == len(items) and all(map(operator.is_, present, items)):
+        if len(container) == size and all(map(operator.is_, _items(container), items)):
             return
         kind.clear(container)
         if isinstance(container, dict):
-            kind.update(container, zip(items[::2], items[1::2], strict=True))
+            kind.update(container, zip(items[:size], items[size:], strict=True))
         elif isinstance(container, set):
             kind.update(container, items)
         else:
@@ -280,12 +284,29 @@ def _content_restorer(container: Any) -> Callable[[], None]:
     return restore
 
 
-def _items(container: Any) -> list[Any]:
-    """What a container holds; of a dict each key and its value, one after the other."""
+def _items(container: Any) -> Iterable[Any]:
+    """What a container holds; of a dict first the keys, then the values."""
     if not isinstance(container, dict):
-        return list(container)
+        return container
     kind = OrderedDict if isinstance(container, OrderedDict) else dict
-    return [item for pair in kind.items(container) for item in pair]
+    return chain(kind.keys(container), kind.values(container))
+
+
+def _generator_restorer(generator: torch.Generator) -> Callable[[], Any]:
+    return functools.partial(generator.set_state, generator.get_state())
+
+
+def _random_restorer(generator: random.Random) -> Callable[[], Any]:
+    return functools.partial(generator.setstate, generator.getstate())
+
+
+def _numpy_generator_restorer(generator: np.random.Generator) -> Callable[[], Any]:
+    source = generator.bit_generator
+    return functools.partial(setattr, source, "state", copy.deepcopy(source.state))
+
+
+def _array_restorer(array: Any) -> Callable[[], Any]:
+    return functools.partial(np.copyto, array, array.copy())
 
 
 def _restore_class_attributes(cls: type, attributes: dict[str, Any]) -> None:
