@@ -65,6 +65,8 @@ class Snapshot:
         self._packages = homes - _FOREIGN
         # Cached functions, and what puts another in the place of each.
         self._caches: list[tuple[Any, Callable[[Any], Any]]] = []
+        # Names of globals that are remembered, by the `id` of their namespace.
+        self._globals: dict[int, set[str]] = {}
         # What remembers a value and returns what that holds, by the value's type.
         self._ways: dict[type, Callable[[Any], Iterable[Any]]] = {}
         pending: list[Any] = [model]
@@ -190,7 +192,9 @@ class Snapshot:
         return held
 
     def _remember_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> list[Any]:
-        values = {name: namespace.get(name, _ABSENT) for name in names}
+        remembered = self._globals.setdefault(id(namespace), set())
+        values = {name: namespace.get(name, _ABSENT) for name in names if name not in remembered}
+        remembered.update(values)
         for name, value in values.items():
             self._note_cache(value, functools.partial(namespace.__setitem__, name))
         self._undo.append(functools.partial(_restore_globals, namespace, values))
@@ -271,7 +275,8 @@ def _content_restorer(container: Any) -> Callable[[], None]:
     items = [*_items(container)]
 
     def restore() -> None:
-        if len(container) == size and all(map(operator.is_, _items(container), items)):
+        unchanged = len(container) == size
+        if unchanged and (not size or all(map(operator.is_, _items(container), items))):
             return
         kind.clear(container)
         if isinstance(container, dict):
@@ -323,8 +328,10 @@ def _is_special(name: str) -> bool:
 
 def _restore_globals(namespace: dict[str, Any], values: dict[str, Any]) -> None:
     for name, value in values.items():
+        if namespace.get(name, _ABSENT) is value:
+            continue
         if value is _ABSENT:
-            namespace.pop(name, None)
+            del namespace[name]
         else:
             namespace[name] = value
 
