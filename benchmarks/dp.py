@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from evidence import lines
 from evidence_arms import trained_network
-from evidence_data import Pictures, cifar, draw, still
+from evidence_data import Pictures, cifar, draw, normalization, still
 from evidence_table import Line, machines, paired, spread
 from evidence_train import machine, measure, still_once
 from opacus import PrivacyEngine
@@ -113,7 +113,9 @@ def run(args: argparse.Namespace, data: Pictures, key: dict[str, Any]) -> Line:
     model = fixed(model, arm.to).train()
     choose_trained(model, arm.trained)
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], key["lr"])
-    pictures = TensorDataset(*still(draw(data.pool, key["images"], key["seed"]), args.img_size))
+    normalize = normalization(args.model)
+    chosen = draw(data.pool, key["images"], key["seed"])
+    pictures = TensorDataset(*still(chosen, args.img_size, normalize))
     torch.manual_seed(key["seed"])
     engine = PrivacyEngine()
     private, optimizer, loader = engine.make_private_with_epsilon(
@@ -135,7 +137,10 @@ def run(args: argparse.Namespace, data: Pictures, key: dict[str, Any]) -> Line:
                 cross_entropy(private(images), labels).backward()
                 optimizer.step()
     worked = time.process_time() - worked
-    val, test = (measure(model, *still_once(data, part, args.img_size)) for part in ("val", "test"))
+    val, test = (
+        measure(model, *still_once(data, part, args.img_size, normalize))
+        for part in ("val", "test")
+    )
     return {
         **key,
         "spent": round(engine.get_epsilon(DELTA), 3),

@@ -143,18 +143,25 @@ ARMS = {
 
 
 def trained_network(name: str, checkpoint: str, classes: int, seed: int) -> nn.Module:
-    """Build a network with the tensors of a checkpoint, paired by order and shape, and a new
-    classifier.
-    """
+    """Build a network with the tensors of a checkpoint and a new classifier."""
     model = timm.create_model(name)
-    found = list(torch.load(checkpoint, map_location="cpu", weights_only=True).values())
-    own = model.state_dict()
-    if [tensor.shape for tensor in own.values()] != [tensor.shape for tensor in found]:
-        raise SystemExit(f"the tensors of {checkpoint} are not those of {name}")
-    model.load_state_dict(dict(zip(own, found, strict=True)))
+    load_in_order(model, checkpoint)
     torch.manual_seed(seed)
     model.reset_classifier(classes)
     return model
+
+
+def load_in_order(model: nn.Module, checkpoint: str) -> None:
+    """Load the tensors of a checkpoint, paired by order and shape; those of the classifier, the
+    last two, may be missing.
+    """
+    tensors = list(torch.load(checkpoint, map_location="cpu", weights_only=True).values())
+    state = model.state_dict()
+    names = list(state)[: len(tensors)]
+    shapes = [state[name].shape for name in names]
+    if len(state) - len(names) not in (0, 2) or shapes != [tensor.shape for tensor in tensors]:
+        raise SystemExit(f"the tensors of {checkpoint} are not those of the network")
+    model.load_state_dict(dict(zip(names, tensors, strict=True)), strict=False)
 
 
 def convert(model: nn.Module, arm: Arm) -> nn.Module:

@@ -20,9 +20,15 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance
 from timm.data import create_transform
+from timm.models import get_pretrained_cfg, is_model
 from torch import Tensor
 
-HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that the networks were trained with
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]
+"""Mean and standard deviation of each channel, of pixels from 0 to 1."""
+
+HALF = (0.5, 0.5, 0.5)
+HALVES: Normalization = (HALF, HALF)
+"""What tf_efficientnet_lite0 was trained with."""
 
 Labelled = list[tuple[Image.Image, int]]
 
@@ -125,10 +131,21 @@ def draw(pool: Labelled, count: int, seed: int) -> Labelled:
     ]
 
 
-def still(pictures: Labelled, size: int) -> tuple[Tensor, Tensor]:
+def normalization(model: str) -> Normalization:
+    """Return what a network of timm was trained with; halves for a network of another name."""
+    if not is_model(model):
+        return HALVES
+    settings = get_pretrained_cfg(model)
+    return settings.mean, settings.std
+
+
+def still(
+    pictures: Labelled, size: int, normalize: Normalization = HALVES
+) -> tuple[Tensor, Tensor]:
     """Return pictures as they are evaluated, (N, 3, size, size), and their labels."""
+    mean, std = normalize
     transform = create_transform(
-        (3, size, size), crop_pct=1.0, interpolation="bicubic", mean=HALF, std=HALF
+        (3, size, size), crop_pct=1.0, interpolation="bicubic", mean=mean, std=std
     )
     return _stack(pictures, transform)
 
@@ -142,10 +159,20 @@ class Epochs:
         size: Side of the images.
         seed: Of order and augmentation.
         flip: Whether to mirror half of them.
+        normalize: What the network was trained with.
     """
 
-    def __init__(self, pictures: Labelled, size: int, seed: int, flip: bool) -> None:
-        self.pictures, self.seed = pictures, seed
+    def __init__(
+        self,
+        pictures: Labelled,
+        size: int,
+        seed: int,
+        flip: bool,
+        normalize: Normalization = HALVES,
+    ) -> None:
+        self.pictures = pictures
+        self.seed = seed
+        mean, std = normalize
         self.transform = create_transform(
             (3, size, size),
             is_training=True,
@@ -153,8 +180,8 @@ class Epochs:
             hflip=0.5 if flip else 0.0,
             color_jitter=0.0,
             interpolation="bilinear",
-            mean=HALF,
-            std=HALF,
+            mean=mean,
+            std=std,
         )
 
     def batches(self, epoch: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,13 +7,13 @@ import platform
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from evidence_arms import ARMS, convert, strength_schedule, trained_network, training_mode
-from evidence_data import Epochs, Pictures, draw, still
+from evidence_data import Epochs, Normalization, Pictures, draw, normalization, still
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
@@ -52,27 +52,26 @@ def run(
     began, worked = time.monotonic(), time.process_time()
     arm = ARMS[key["arm"]]
     pictures = draw(data.pool, key["images"], key["seed"])
+    normalize = normalization(args.model)
+    tensors = partial(still, size=args.img_size, normalize=normalize)
     classes = 1 + max(label for _, label in data.test)
     model = trained_network(args.model, args.checkpoint, classes, key["seed"])
     if arm.recalibrated:
         prepare = take_statistics
     if prepare is not None:
-        prepare(model, still(pictures, args.img_size)[0])
+        prepare(model, tensors(pictures)[0])
     model = convert(model, arm)
-    epochs = Epochs(pictures, args.img_size, key["seed"], data.flip)
+    epochs = Epochs(pictures, args.img_size, key["seed"], data.flip, normalize)
     loss = train(model, epochs, args, key)
     seconds, worked = time.monotonic() - began, time.process_time() - worked
     lines = []
     pairs = {arm: pair for pair in PAIRS for arm in pair}
     for name in pairs.get(key["arm"], (key["arm"],)):
         if ARMS[name].precise:
-            take_statistics(model, still(pictures, args.img_size)[0])
+            take_statistics(model, tensors(pictures)[0])
         if ARMS[name].baked:
-            retrofit.bake(
-                model,
-                [still(draw(pictures, min(BAKED, len(pictures)), key["seed"]), args.img_size)[0]],
-                tolerance=math.inf,
-            )
+            some = draw(pictures, min(BAKED, len(pictures)), key["seed"])
+            retrofit.bake(model, [tensors(some)[0]], tolerance=math.inf)
         lines.append(
             {
                 **line_of(model, args, data, {**key, "arm": name}, seconds, worked),
@@ -95,7 +94,10 @@ def line_of(
     """Measure a trained network, and return the line of its run; times are in seconds, `worked` the
     processor's.
     """
-    val, test = (measure(model, *still_once(data, part, args.img_size)) for part in ("val", "test"))
+    val, test = (
+        measure(model, *still_once(data, part, args.img_size, normalization(args.model)))
+        for part in ("val", "test")
+    )
     return {
         **key,
         "val": round(val["top1"], 2),
@@ -150,7 +152,8 @@ def train(
             if strength is not None:
                 strength.step()
                 if strength.turning:
-                    retrofit.recentre(still(epochs.pictures, args.img_size)[0].split(50), model)
+                    every, _ = still(epochs.pictures, args.img_size, normalization(args.model))
+                    retrofit.recentre(every.split(50), model)
     return round(total / key["images"], 4)
 
 
@@ -163,9 +166,11 @@ def take_statistics(model: nn.Module, images: Tensor) -> None:
 
 
 @cache
-def still_once(data: Pictures, part: str, size: int) -> tuple[Tensor, Tensor]:
+def still_once(
+    data: Pictures, part: str, size: int, normalize: Normalization
+) -> tuple[Tensor, Tensor]:
     """Return a part's pictures as tensors, made once a process."""
-    return still(getattr(data, part), size)
+    return still(getattr(data, part), size, normalize)
 
 
 @torch.inference_mode()

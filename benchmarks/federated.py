@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from evidence import RESULTS, main
 from evidence_arms import ARMS, convert, strength_schedule, trained_network, training_mode
-from evidence_data import Epochs, Labelled, Pictures, draw
+from evidence_data import Epochs, Labelled, Pictures, draw, normalization
 from evidence_train import line_of
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
@@ -68,7 +68,10 @@ def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, 
     pictures = [
         own for own in split(draw(data.pool, key["images"], key["seed"]), key["seed"]) if own
     ]
-    clients = [Epochs(own, args.img_size, key["seed"], data.flip) for own in pictures]
+    clients = [
+        Epochs(own, args.img_size, key["seed"], data.flip, normalization(args.model))
+        for own in pictures
+    ]
     strength = strength_schedule(model, arm, key["epochs"])
     torch.manual_seed(key["seed"])
     for round in range(key["epochs"]):
