@@ -1,9 +1,10 @@
-"""Take normality normalization apart, as figures 7 to 9 and table 3 of Eftekhari & Papyan do, on a
+r"""Take normality normalization apart, as figures 7 to 9 and table 3 of Eftekhari & Papyan do, on a
 small network.
 
+On scikit-learn's digits, and on pictures, e.g. CIFAR-10:
+
     python benchmarks/ablations.py --jobs 2 --threads 1
-    scikit-learn's digits python benchmarks/ablations.py --jobs 2 --threads 1 --train train.tar
-    --test test.tar    pictures, e.g. CIFAR-10
+    python benchmarks/ablations.py --jobs 2 --threads 1 --train train.tar --test test.tar
 
 Every network is trained from scratch, its converted layers at full strength from the first step,
 without augmentation. A seed decides the first weights, the order of the images and the noise; all
@@ -16,7 +17,6 @@ train and test are tars with one folder a class; their pictures are averaged dow
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import platform
 import time
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune_cifar import spread
+from harness import Line, Recorded, command_line, grouped, markdown, publish, with_deviation
 from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.transforms.functional import to_tensor
@@ -34,8 +34,8 @@ from torchvision.transforms.functional import to_tensor
 import retrofit
 from retrofit.images.dataset import open_images
 
-RESULTS = Path(__file__).parent / "results"
-NOISY, QUIET = {"noise": "paper"}, {"noise": 0.0}
+NOISY = {"noise": "paper"}
+QUIET = {"noise": 0.0}
 
 RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "BN": (None, {}),
@@ -97,16 +97,16 @@ COMPARISONS = {
 class Block(nn.Module):
     """Two convolutions, each with its norm, and the way past them."""
 
-    def __init__(self, given: int, made: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(given, made, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(made)
-        self.conv2 = nn.Conv2d(made, made, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(made)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
         self.past: nn.Module = nn.Identity()
         if stride > 1:
             self.past = nn.Sequential(
-                nn.Conv2d(given, made, 1, stride, bias=False), nn.BatchNorm2d(made)
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,15 +117,15 @@ class Block(nn.Module):
 
 def network(channels: int, width: int, blocks: int, classes: int) -> nn.Module:
     """Return a small ResNet of three stages."""
+    # The stages are built before the stem: the recorded runs drew their first weights so.
     stages: list[nn.Module] = []
     for stage in range(3):
         for block in range(blocks):
             first = block == 0 and stage > 0
             stages.append(Block(width << (stage - first), width << stage, 1 + first))
     stem = nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-    return nn.Sequential(
-        *stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 4, classes)
-    )
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width * 4, classes)
+    return nn.Sequential(*stem, *stages, *head)
 
 
 @cache
@@ -133,118 +133,122 @@ def data(
     train: str | None, test: str | None, each: int, side: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return images, standardized by channel, and labels, to train on and to test on."""
-    parts: list[Tensor] = []
-    for archive, split in ((train, "train"), (test, "validation")):
-        mode = {"channels": 3} if archive else {"channels": 1, "dataset": "digits"}
-        images = open_images(archive, split=split, **mode).images
-        images.transform = to_tensor
-        taken: dict[int, list[Tensor]] = {}
-        for number in range(len(images)):
-            picture, label = images[number]
-            of = taken.setdefault(label, [])
-            if split != "train" or len(of) < each:
-                of.append(functional.adaptive_avg_pool2d(picture, side))
-        parts += [
-            torch.stack([one for of in taken.values() for one in of]),
-            torch.tensor([label for label, of in taken.items() for _ in of]),
-        ]
-    mean, std = parts[0].mean((0, 2, 3), keepdim=True), parts[0].std((0, 2, 3), keepdim=True)
-    return (parts[0] - mean) / std, parts[1], (parts[2] - mean) / std, parts[3]
+    images, labels = read(train, "train", side)
+    unseen, answers = read(test, "validation", side)
+    # The first `each` of each class, one class after the other.
+    chosen = torch.cat([(labels == label).nonzero()[:each, 0] for label in first_seen(labels)])
+    order = torch.cat([(answers == label).nonzero()[:, 0] for label in first_seen(answers)])
+    images = images[chosen]
+    mean = images.mean((0, 2, 3), keepdim=True)
+    std = images.std((0, 2, 3), keepdim=True)
+    return (
+        (images - mean) / std,
+        labels[chosen],
+        (unseen[order] - mean) / std,
+        answers[order],
+    )
 
 
-def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+def read(archive: str | None, split: str, side: int) -> tuple[Tensor, Tensor]:
+    """Return the pictures of a tar, or of the digits, averaged down to a side, and their labels."""
+    mode = {"channels": 3} if archive else {"channels": 1, "dataset": "digits"}
+    images = open_images(archive, split=split, **mode).images
+    images.transform = to_tensor
+    pictures = [images[place] for place in range(len(images))]
+    small = [functional.adaptive_avg_pool2d(picture, side) for picture, _ in pictures]
+    return torch.stack(small), torch.tensor([label for _, label in pictures])
+
+
+def first_seen(labels: Tensor) -> list[int]:
+    """Return the classes in the order of their first pictures."""
+    return list(dict.fromkeys(labels.tolist()))
+
+
+def run(args: argparse.Namespace, name: str, seed: int) -> Line:
     """Train once and return the run's line."""
     torch.set_num_threads(args.threads)
-    device, began = torch.device(args.device), time.monotonic()
-    images, labels, unseen, answers = (
-        part.to(device) for part in data(args.train, args.test, args.each, args.side)
-    )
+    began = time.monotonic()
+    parts = data(args.train, args.test, args.each, args.side)
+    images, labels, unseen, answers = (part.to(args.device) for part in parts)
     torch.manual_seed(seed)
-    net = network(images.shape[1], args.width, args.blocks, int(labels.max()) + 1).to(device)
+    model = network(images.shape[1], args.width, args.blocks, int(labels.max()) + 1)
+    model = model.to(args.device)
     to, options = RUNS[name]
     if to is not None:
-        net, _ = retrofit.convert(net, to, **options)
-        retrofit.set_strength(net, 1.0)
+        model, _ = retrofit.convert(model, to, **options)
+        retrofit.set_strength(model, 1.0)
     torch.manual_seed(seed)
+    loss = train(args, model, images, labels)
+    model.eval()
+    with torch.no_grad():
+        chosen = torch.cat([model(batch).argmax(1) for batch in unseen.split(500)])
+    return {
+        "run": name,
+        "seed": seed,
+        **conditions(args),
+        "loss": round(loss, 4),
+        "top1": 100 * int((chosen == answers).sum()) / len(answers),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def train(args: argparse.Namespace, model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Train a network in place and return the loss of the last batch."""
     steps = len(images) // args.batch_size
     optimizer = torch.optim.SGD(
-        net.parameters(), args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+        model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, total_steps=steps * args.epochs, pct_start=0.2
     )
     loss = torch.zeros(())
     for _ in range(args.epochs):
-        net.train()
-        for batch in (
-            torch.randperm(len(images))[: steps * args.batch_size].view(steps, -1).to(device)
-        ):
-            loss = functional.cross_entropy(net(images[batch]), labels[batch])
+        model.train()
+        order = torch.randperm(len(images))[: steps * args.batch_size]
+        for batch in order.view(steps, -1).to(images.device):
+            loss = functional.cross_entropy(model(images[batch]), labels[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             schedule.step()
-    net.eval()
-    with torch.no_grad():
-        right = sum(
-            int((net(x).argmax(1) == y).sum())
-            for x, y in zip(unseen.split(500), answers.split(500), strict=True)
-        )
-    line = {"run": name, "seed": seed, **conditions(args), "loss": round(loss.item(), 4)}
-    return {
-        **line,
-        "top1": 100 * right / len(answers),
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    return loss.item()
 
 
-def conditions(args: argparse.Namespace) -> dict[str, Any]:
+def conditions(args: argparse.Namespace) -> Line:
     """Return what must be alike for runs to be compared."""
     same = ("width", "blocks", "side", "each", "epochs", "batch_size", "lr")
-    return {
-        "data": Path(args.train).name if args.train else "digits",
-        **{name: getattr(args, name) for name in same},
-    }
+    data = Path(args.train).name if args.train else "digits"
+    return {"data": data, **{name: getattr(args, name) for name in same}}
 
 
-def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Read the runs of these conditions that are done."""
-    path, wanted = args.out.with_suffix(".jsonl"), conditions(args).items()
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row for row in rows if all(row.get(key) == value for key, value in wanted)]
-
-
-def tables(rows: list[dict[str, Any]]) -> list[str]:
+def tables(lines: list[Line]) -> list[str]:
     """Return a table for each comparison, with the difference from its first row seed by seed."""
-    found: dict[str, dict[int, float]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault(row["run"], {})[row["seed"]] = row["top1"]
-    lines = []
+    lines = sorted(lines, key=lambda line: line["seed"])
+    runs = {
+        name: {line["seed"]: line["top1"] for line in own}
+        for (name,), own in grouped(lines, ["run"]).items()
+    }
+    text = []
     for title, (names, claim) in COMPARISONS.items():
-        if sum(name in found for name in names) < 2:
+        compared = [name for name in names if name in runs]
+        if len(compared) < 2:
             continue
-        first = found.get(names[0], {})
-        lines += ["", f"**{title}.** The paper {claim}.", ""]
-        lines += [
-            f"| network | top-1 of each seed | mean ± s.d. | against {names[0]}, seed by seed |",
-            "|---|---|---|---|",
-        ]
-        for name in (name for name in names if name in found):
-            each = ", ".join(f"{top1:.1f}" for top1 in found[name].values())
-            gains = [top1 - first[seed] for seed, top1 in found[name].items() if seed in first]
-            against = "" if name == names[0] else spread(gains, "+")
-            lines.append(f"| {name} | {each} | {spread(list(found[name].values()))} | {against} |")
-    return lines
+        first = runs.get(names[0], {})
+        rows = []
+        for name in compared:
+            top1 = runs[name]
+            gains = [value - first[seed] for seed, value in top1.items() if seed in first]
+            each = ", ".join(f"{value:.1f}" for value in top1.values())
+            against = "" if name == names[0] else with_deviation(gains, "+")
+            rows.append([name, each, with_deviation(list(top1.values())), against])
+        head = ["network", "top-1 of each seed", "mean ± s.d.", f"against {names[0]}, seed by seed"]
+        text += ["", f"**{title}.** The paper {claim}.", "", *markdown(head, rows)]
+    return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--train", metavar="TAR")
-    parser.add_argument("--test", metavar="TAR")
+    parser = command_line(__doc__, "--train", "--test", "--seeds", out="ablations.md")
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS), metavar="RUN")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--each", type=int, default=300, help="images of each class to train on")
     parser.add_argument(
         "--side", type=int, help="of the images in pixels (pictures: 12, digits: 8)"
@@ -257,29 +261,25 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each job")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--out", type=Path, default=RESULTS / "ablations.md")
     args = parser.parse_args()
     if (args.train is None) != (args.test is None):
         parser.error("--train and --test belong together")
     args.side = args.side or (12 if args.train else 8)
-    done = {(row["run"], row["seed"]) for row in finished(args)}
-    wanted = [(name, seed) for seed in args.seeds for name in args.runs if (name, seed) not in done]
+    recorded = Recorded(args.out)
+    done = {(line["run"], line["seed"]) for line in recorded.lines(**conditions(args))}
+    missing = [(run, seed) for seed in args.seeds for run in args.runs if (run, seed) not in done]
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run, args, name, seed) for name, seed in wanted]):
-            with args.out.with_suffix(".jsonl").open("a") as file:
-                file.write(json.dumps(future.result()) + "\n")
-            print(future.result(), flush=True)
-    rows = finished(args)
+        for future in as_completed([pool.submit(run, args, *each) for each in missing]):
+            recorded.add(future.result())
+    lines = recorded.lines(**conditions(args))
     images, _, unseen, _ = data(args.train, args.test, args.each, args.side)
     head = (
         f"A ResNet of {3 * args.blocks} blocks, {args.width} to {4 * args.width} channels, trained from scratch on "
         f"{len(images):,} images of {conditions(args)['data']} at {args.side} px for {args.epochs} epochs, batches of "
         f"{args.batch_size}, SGD, one cycle up to {args.lr:g}, no augmentation; {len(unseen):,} test images; "
-        f"{len({row['seed'] for row in rows})} seeds; {platform.machine()} {args.device}, torch {torch.__version__}"
+        f"{len({line['seed'] for line in lines})} seeds; {platform.machine()} {args.device}, torch {torch.__version__}"
     )
-    text = "\n".join([head, *tables(rows)]) + "\n"
-    args.out.write_text(text)
-    print(text)
+    publish(args.out, [head, *tables(lines)])
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from typing import Any
 
 import timm
 import torch
+from retention import plain_swap
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import retrofit
 from retrofit.finetune import StrengthSchedule
 from retrofit.finetune.strength_schedule import Shape
-from retrofit.layers import MigratedGroupNorm
 from retrofit.surgery import strength_layers
 
 
@@ -169,13 +169,7 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
     if arm.to is not None:
         model, _ = retrofit.convert(model, to=arm.to, **arm.options)
     if arm.swap:
-        for module in model.modules():
-            if isinstance(module, MigratedGroupNorm):
-                module.running_mean.zero_()
-                module.running_var.fill_(1 - module.eps)
-                module.gain.fill_(1)
-                module.group_eps.fill_(1e-5)
-        retrofit.set_strength(model, arm.end)
+        retrofit.set_strength(plain_swap(model), arm.end)
     if arm.trained == "head":
         model.requires_grad_(False)
         model.get_classifier().requires_grad_(True)

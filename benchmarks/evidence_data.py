@@ -49,6 +49,11 @@ class Pictures:
     test: Labelled
     flip: bool
 
+    @property
+    def classes(self) -> int:
+        """How many classes there are."""
+        return 1 + max(label for _, label in self.test)
+
 
 def cifar(train: str, test: str, val_each: int) -> Pictures:
     """Read two tars with one folder a class; the last `val_each` of each class of `train` are for
@@ -172,6 +177,7 @@ class Epochs:
     ) -> None:
         self.pictures = pictures
         self.seed = seed
+        self.normalize = normalize
         mean, std = normalize
         self.transform = create_transform(
             (3, size, size),

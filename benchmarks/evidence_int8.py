@@ -1,7 +1,7 @@
-"""What the trained networks of the evidence keep as ONNX files in float16 and INT8.
+r"""What the trained networks of the evidence keep as ONNX files in float16 and INT8.
 
-    python benchmarks/evidence_int8.py --checkpoint efficientnet-lite0.pth --keep DIR --train
-    train.tar --test test.tar
+    python benchmarks/evidence_int8.py --checkpoint efficientnet-lite0.pth --keep DIR \
+        --train train.tar --test test.tar
 
 DIR holds the weights that `evidence.py --keep DIR` left. Each arm's network of each seed, at the
 arm's learning rate, is exported in each precision and run by ONNX Runtime on all test pictures; of
@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from evidence_arms import ARMS
-from evidence_data import cifar, draw, still
-from evidence_kept import measured, parser
-from evidence_table import Line, error
-from evidence_train import machine
+from evidence_kept import logits, measured, parser, percent, publish_tables, unseen
+from harness import Line, machine, markdown, mean, with_error
 from torch import Tensor, nn
 
 import retrofit
@@ -33,19 +29,18 @@ from retrofit.utils.onnx_runtimes import open_onnx
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "int8")
 POLYNOMIALS: dict[str, Any] = {"fold": "poly", "degree": 3}
+NOTE = (
+    "Top-1 in percent on the test pictures; agreement: the same top-1 as the network in PyTorch. Means over n seeds; "
+    "the loss with its standard error over seeds. MB: float32, float16, INT8."
+)
 
 
-def precisions(
-    model: nn.Module, arm: str, images: Tensor, test: Tensor, labels: Tensor
-) -> dict[str, Any]:
+def precisions(model: nn.Module, arm: str, images: Tensor, test: Tensor, labels: Tensor) -> Line:
     """Export a network in every precision; return top-1, agreement with the network itself and size
     of each file.
     """
-    with torch.inference_mode():
-        own = torch.cat([model(batch) for batch in test.split(100)])
-    found: dict[str, Any] = {
-        "network": round(100 * (own.argmax(1) == labels).float().mean().item(), 2)
-    }
+    expected = logits(model, test).argmax(1)
+    line: Line = {"network": percent(expected == labels)}
     fold: dict[str, Any] = POLYNOMIALS if ARMS[arm].to == "bnn" else {}
     with tempfile.TemporaryDirectory() as folder:
         for precision in PRECISIONS:
@@ -60,69 +55,47 @@ def precisions(
                 **fold,
             )
             run = open_onnx(file, threads=1)
-            logits = np.concatenate(
-                [run(batch.numpy())[0] for batch in test.contiguous().split(100)]
-            )
-            same = logits.argmax(1) == own.argmax(1).numpy()
-            found[precision] = {
-                "top1": round(100 * float((logits.argmax(1) == labels.numpy()).mean()), 2),
-                "agreement": round(100 * float(same.mean()), 2),
+            outputs = [run(batch.numpy())[0] for batch in test.contiguous().split(100)]
+            chosen = torch.cat([torch.from_numpy(output) for output in outputs]).argmax(1)
+            line[precision] = {
+                "top1": percent(chosen == labels),
+                "agreement": percent(chosen == expected),
                 "megabytes": round(file.stat().st_size / 1e6, 1),
             }
-    return found
+    return line
 
 
-def table(lines: list[Line], arms: list[str], batch: int) -> list[str]:
+def table(runs: dict[str, list[Line]]) -> list[str]:
     """Return each arm's top-1 and agreement in every precision, means over seeds."""
-    text = [
-        "| network | n | top-1 in PyTorch | float16: top-1, agreement | INT8: top-1, agreement | INT8 loses | MB |"
-    ]
-    text.append("|---|---|---|---|---|---|---|")
-    for name in arms:
-        own = [line for line in lines if (line["arm"], line["batch"]) == (name, batch)]
-        if not own:
-            continue
-        cells = [f"{statistics.fmean(line['network'] for line in own):.1f}"]
-        for precision in PRECISIONS[1:]:
-            means = [
-                statistics.fmean(line[precision][key] for line in own)
-                for key in ("top1", "agreement")
-            ]
-            cells.append(f"{means[0]:.1f}, {means[1]:.1f}%")
-        lost = [line["network"] - line["int8"]["top1"] for line in own]
-        cells.append(f"{statistics.fmean(lost):.1f} ± {error(lost)}")
-        cells.append(", ".join(f"{own[0][precision]['megabytes']}" for precision in PRECISIONS))
-        text.append(f"| {ARMS[name].label} | {len(own)} | {' | '.join(cells)} |")
+    head = ["network", "n", "top-1 in PyTorch", "float16: top-1, agreement"]
+    return markdown(
+        [*head, "INT8: top-1, agreement", "INT8 loses", "MB"],
+        [[ARMS[arm].label, *cells(lines)] for arm, lines in runs.items()],
+    )
+
+
+def cells(lines: list[Line]) -> list[str]:
+    """Return what the table says of an arm."""
+    text = [str(len(lines)), f"{mean(lines, 'network'):.1f}"]
+    for precision in PRECISIONS[1:]:
+        files = [line[precision] for line in lines]
+        text.append(f"{mean(files, 'top1'):.1f}, {mean(files, 'agreement'):.1f}%")
+    text.append(with_error([line["network"] - line["int8"]["top1"] for line in lines]))
+    text.append(", ".join(f"{lines[0][precision]['megabytes']}" for precision in PRECISIONS))
     return text
 
 
 def main() -> None:
-    options = parser(
-        __doc__,
-        ["bn-frozen", "bn", "bn-noise-0.1", "bnn-0.1", "ln", "ln-baked"],
-        "evidence_int8.jsonl",
-    )
+    arms = ["bn-frozen", "bn", "bn-noise-0.1", "bnn-0.1", "ln", "ln-baked"]
+    options = parser(__doc__, arms, "evidence_int8.jsonl")
     options.add_argument("--images", type=int, default=500, help="half of them for the ranges")
     args = options.parse_args()
+    pictures = functools.cache(functools.partial(unseen, args))
 
-    @functools.cache
-    def pictures(size: int) -> tuple[Tensor, Tensor, Tensor]:
-        every = cifar(args.train, args.test, 100)
-        return still(draw(every.val, args.images, seed=0), size)[0], *still(every.test, size)
-
-    def measure(model: nn.Module, run: Line) -> dict[str, Any]:
+    def measure(model: nn.Module, run: Line) -> Line:
         return {**precisions(model, run["arm"], *pictures(run["img_size"])), "machine": machine()}
 
-    lines = measured(args, measure)
-    head = "Top-1 in percent on the test pictures; agreement: the same top-1 as the network in PyTorch. "
-    text = [
-        f"{head}Means over n seeds; the loss with its standard error over seeds. MB: float32, float16, INT8.",
-        "",
-    ]
-    for batch in args.batch_sizes:
-        text += [f"Trained with batches of {batch}:", "", *table(lines, args.arms, batch), ""]
-    text += sorted({line["machine"] for line in lines})
-    args.out.with_suffix(".md").write_text("\n".join(text) + "\n")
+    publish_tables(args, NOTE, measured(args, measure), table)
 
 
 if __name__ == "__main__":

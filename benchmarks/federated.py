@@ -1,9 +1,8 @@
-"""Federated averaging of a trained network: BatchNorm, frozen statistics, and layers that do not
-use the batch.
+r"""Federated averaging of a trained network: BatchNorm, frozen statistics, and layers that do not use
+the batch.
 
-    python benchmarks/federated.py --checkpoint efficientnet-lite0.pth --train train.tar --test
-    test.tar \
-        --arms bn bn-frozen ln ln-pn
+    python benchmarks/federated.py --checkpoint efficientnet-lite0.pth --train train.tar \
+        --test test.tar --arms bn bn-frozen ln ln-pn
     python benchmarks/federated.py --table
 
 The pictures of each class are dealt to ten clients in shares of a Dirichlet distribution with
@@ -16,22 +15,21 @@ rates and the table are those of evidence.py; an epoch there is a round here.
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from evidence import RESULTS, main
+from evidence import main
 from evidence_arms import ARMS, convert, strength_schedule, trained_network, training_mode
 from evidence_data import Epochs, Labelled, Pictures, draw, normalization
-from evidence_train import line_of
+from evidence_train import Watch, descend, line_of
+from harness import Line
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-CLIENTS, CONCENTRATION = 10, 0.1
+CLIENTS = 10
+CONCENTRATION = 0.1
 MIDDLE = {8: 3e-3}
 
 
@@ -40,64 +38,65 @@ def split(pictures: Labelled, seed: int) -> list[Labelled]:
     generator = np.random.default_rng(seed)
     clients: list[Labelled] = [[] for _ in range(CLIENTS)]
     for label in sorted({label for _, label in pictures}):
-        own = [one for one in pictures if one[1] == label]
-        ends = (
-            (generator.dirichlet([CONCENTRATION] * CLIENTS).cumsum() * len(own)).round().astype(int)
-        )
-        for client, part in zip(clients, np.split(np.arange(len(own)), ends[:-1]), strict=True):
-            client += [own[place] for place in part]
+        same = [picture for picture in pictures if picture[1] == label]
+        shares = generator.dirichlet([CONCENTRATION] * CLIENTS)
+        ends = (shares.cumsum() * len(same)).round().astype(int)
+        for client, places in zip(clients, np.split(np.arange(len(same)), ends[:-1]), strict=True):
+            client += [same[place] for place in places]
     return clients
 
 
 def average(states: Sequence[dict[str, Tensor]], weights: Sequence[int]) -> dict[str, Tensor]:
     """Return the weighted mean of state dicts; whole numbers are those of the last."""
     shares = torch.tensor(weights) / sum(weights)
-    return {
-        name: sum(share * state[name] for share, state in zip(shares, states, strict=True))
-        if value.is_floating_point()
-        else value
-        for name, value in states[-1].items()
-    }
+    mean = dict(states[-1])
+    for name, value in mean.items():
+        if value.is_floating_point():
+            mean[name] = sum(
+                share * state[name] for share, state in zip(shares, states, strict=True)
+            )
+    return mean
 
 
-def run(args: Namespace, data: Pictures, key: dict[str, Any]) -> list[dict[str, Any]]:
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of a network's state dict."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def run(args: Namespace, data: Pictures, key: Line) -> list[Line]:
     """Train for all rounds, and return the line of the run."""
-    arm, worked, began = ARMS[key["arm"]], time.process_time(), time.monotonic()
-    classes = 1 + max(label for _, label in data.test)
-    model = convert(trained_network(args.model, args.checkpoint, classes, key["seed"]), arm)
-    pictures = [
-        own for own in split(draw(data.pool, key["images"], key["seed"]), key["seed"]) if own
-    ]
+    watch = Watch()
+    arm = ARMS[key["arm"]]
+    source = trained_network(args.model, args.checkpoint, data.classes, key["seed"])
+    model = convert(source, arm)
+    dealt = split(draw(data.pool, key["images"], key["seed"]), key["seed"])
+    normalize = normalization(args.model)
     clients = [
-        Epochs(own, args.img_size, key["seed"], data.flip, normalization(args.model))
-        for own in pictures
+        Epochs(pictures, args.img_size, key["seed"], data.flip, normalize)
+        for pictures in dealt
+        if pictures
     ]
     strength = strength_schedule(model, arm, key["epochs"])
     torch.manual_seed(key["seed"])
     for round in range(key["epochs"]):
-        server = {name: value.clone() for name, value in model.state_dict().items()}
+        server = copy_of(model)
         states = []
         for client in clients:
             model.load_state_dict(server)
             train(model, client, round, key)
-            states.append({name: value.clone() for name, value in model.state_dict().items()})
-        model.load_state_dict(average(states, [len(own) for own in pictures]))
+            states.append(copy_of(model))
+        model.load_state_dict(average(states, [len(client.pictures) for client in clients]))
         if strength is not None:
             strength.step()
-    seconds, worked = time.monotonic() - began, time.process_time() - worked
-    return [line_of(model, args, data, key, seconds, worked)]
+    return [line_of(model, args, data, key, watch.seconds())]
 
 
-def train(model: nn.Module, epochs: Epochs, round: int, key: dict[str, Any]) -> None:
+def train(model: nn.Module, epochs: Epochs, round: int, key: Line) -> None:
     """Train a client's network for one epoch."""
     optimizer = create_optimizer_v2(model, key["opt"], key["lr"], weight_decay=0.0)
     training_mode(model, ARMS[key["arm"]])
     for images, labels in epochs.batches(round, key["batch"]):
-        cross_entropy(model(images), labels).backward()
-        if key["clip_grad"]:
-            nn.utils.clip_grad_norm_(model.parameters(), key["clip_grad"])
-        optimizer.step()
-        optimizer.zero_grad()
+        descend(model, optimizer, images, labels, key["clip_grad"])
 
 
 if __name__ == "__main__":
@@ -105,7 +104,7 @@ if __name__ == "__main__":
         __doc__,
         run,
         MIDDLE,
-        RESULTS / "federated.jsonl",
+        "federated.jsonl",
         images=300,
         epochs=20,
         warmup_epochs=0,

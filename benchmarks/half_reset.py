@@ -1,9 +1,8 @@
-"""Deep re-training: the later half of a trained network starts from random weights, and all of it
-is trained.
+r"""Deep re-training: the later half of a trained network starts from random weights, and all of it is
+trained.
 
-    python benchmarks/half_reset.py --checkpoint efficientnet-lite0.pth --train train.tar --test
-    test.tar \
-        --arms bn bn-frozen ln ln-pn gn-pn
+    python benchmarks/half_reset.py --checkpoint efficientnet-lite0.pth --train train.tar \
+        --test test.tar --arms bn bn-frozen ln ln-pn gn-pn
     python benchmarks/half_reset.py --table
 
 The later half of the convolutions, in the order of the network, and the BatchNorm layers behind
@@ -18,7 +17,7 @@ from functools import partial
 
 import timm
 import torch
-from evidence import MIDDLE, RESULTS, main
+from evidence import MIDDLE, main
 from evidence_train import run, take_statistics
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -29,16 +28,14 @@ def reset(model: nn.Module, images: Tensor) -> None:
     statistics anew.
     """
     fresh = dict(timm.create_model(model.default_cfg["architecture"]).named_modules())
-    layers = [
-        (name, one)
-        for name, one in model.named_modules()
-        if isinstance(one, nn.Conv2d | _BatchNorm)
+    names = [
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | _BatchNorm)
     ]
-    for name, layer in layers[len(layers) // 4 * 2 :]:
-        layer.load_state_dict(fresh[name].state_dict())
+    for name in names[len(names) // 4 * 2 :]:
+        model.get_submodule(name).load_state_dict(fresh[name].state_dict())
     with torch.no_grad():
         take_statistics(model, images)
 
 
 if __name__ == "__main__":
-    main(__doc__, partial(run, prepare=reset), MIDDLE, RESULTS / "half_reset.jsonl")
+    main(__doc__, partial(run, prepare=reset), MIDDLE, "half_reset.jsonl")

@@ -1,8 +1,8 @@
-"""How much of a trained network's accuracy each batch-independent target keeps with no training, at
+r"""How much of a trained network's accuracy each batch-independent target keeps with no training, at
 full strength.
 
-    python benchmarks/retention.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar
-    --class-map classes.txt
+    python benchmarks/retention.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar \
+        --class-map classes.txt
 
 Each target is measured twice: with the running statistics migrated, as `retrofit convert` does, and
 as a plain swap that copies gamma and beta, as other converters do. The weights are those of the
@@ -14,9 +14,10 @@ from __future__ import annotations
 import argparse
 import copy
 import platform
-from pathlib import Path
+from typing import Any
 
 import torch
+from harness import command_line, markdown, publish
 from torch import nn
 
 from retrofit.evaluation import evaluate
@@ -25,9 +26,17 @@ from retrofit.layers import MigratedGroupNorm
 from retrofit.networks.models import Network, open_model
 from retrofit.surgery import convert, set_strength
 
+TARGETS: list[tuple[str, int | str | None]] = [
+    ("ln", None),
+    ("ln-pn", None),
+    *(("gn-pn", groups) for groups in (2, 4, 8, 32, "auto")),
+]
+"""Targets, and the number of groups of each group norm."""
+CALIBRATED = 64  # photographs that `--groups auto` chooses by
+
 
 def accuracy(model: nn.Module, network: Network, args: argparse.Namespace) -> float:
-    """Top-1 in percent."""
+    """Return top-1 in percent."""
     images = open_images(args.data_dir, class_map=args.class_map)
     return evaluate(model, images, network.preprocess, workers=0).top1
 
@@ -43,42 +52,41 @@ def plain_swap(model: nn.Module) -> nn.Module:
     return model
 
 
+def migrated(source: nn.Module, to: str, groups: int | str | None, calibrate: Any) -> nn.Module:
+    """Return a converted copy of a network, at full strength."""
+    options = {"calibrate": calibrate} if groups == "auto" else {}
+    model, _ = convert(copy.deepcopy(source), to, groups=groups, **options)
+    set_strength(model, 1.0)
+    return model
+
+
+def label(to: str, groups: int | str | None) -> str:
+    """Return what a table calls a target."""
+    return to if groups is None else f"{to} --groups {groups}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line(
+        __doc__, "--model", "--match", "--class-map", out="retention.md", required=["--checkpoint"]
     )
-    parser.add_argument("--model", default="tf_efficientnet_lite0")
-    parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--match", default="order", choices=["name", "order"])
     parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--class-map", default="")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "retention.md"
-    )
     args = parser.parse_args()
     network = open_model(args.model, checkpoint=args.checkpoint, match=args.match)
     source = network.model.eval()
-    calibrate = sample_batches(args.data_dir, network.preprocess, images=64)
-    lines = [
+    calibrate = sample_batches(args.data_dir, network.preprocess, images=CALIBRATED)
+    rows = []
+    for to, groups in TARGETS:
+        model = migrated(source, to, groups, calibrate)
+        top1 = accuracy(model, network, args)
+        swapped = accuracy(plain_swap(model), network, args)
+        rows.append((label(to, groups), f"{top1:.1f}%", f"{swapped:.1f}%"))
+        print(*rows[-1], flush=True)
+    head = (
         f"{args.model}, {platform.machine()} CPU, torch {torch.__version__}; the source scores "
-        f"{accuracy(source, network, args):.1f}% top-1",
-        "",
-        "| target at strength 1, untrained | migrated | plain swap |",
-        "|---|---|---|",
-    ]
-    wanted = [("ln", None), ("ln-pn", None), *(("gn-pn", n) for n in (2, 4, 8, 32, "auto"))]
-    for to, groups in wanted:
-        extra = {"calibrate": calibrate} if groups == "auto" else {}
-        converted, _ = convert(copy.deepcopy(source), to, groups=groups, **extra)
-        set_strength(converted, 1.0)
-        migrated = accuracy(converted, network, args)
-        swapped = accuracy(plain_swap(converted), network, args)
-        lines.append(
-            f"| {to}{f' --groups {groups}' if groups else ''} | {migrated:.1f}% | {swapped:.1f}% |"
-        )
-        print(lines[-1], flush=True)
-    args.out.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+        f"{accuracy(source, network, args):.1f}% top-1"
+    )
+    columns = ["target at strength 1, untrained", "migrated", "plain swap"]
+    publish(args.out, [head, "", *markdown(columns, rows)])
 
 
 if __name__ == "__main__":

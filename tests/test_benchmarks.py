@@ -2,6 +2,7 @@
 converted for real.
 """
 
+import argparse
 import csv
 import subprocess
 import sys
@@ -23,7 +24,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import evidence_arms  # noqa: E402
+import harness  # noqa: E402
 import reproduce  # noqa: E402
+import reproduce_train  # noqa: E402
 
 LINES = (BENCHMARKS / "results" / "zoo-normal.csv").read_text().splitlines()
 ROWS = {row["model"]: row for row in csv.DictReader(LINES)}
@@ -39,7 +42,7 @@ RUNS_TOO_LONG = (
 
 def test_the_full_schedules_are_the_authors() -> None:
     resnet, vit = reproduce.FULL_RESNET, reproduce.FULL_VIT
-    steps = [reproduce.rate(resnet, epoch) for epoch in (0, 59, 60, 119, 120, 179, 180, 199)]
+    steps = [reproduce_train.rate(resnet, epoch) for epoch in (0, 59, 60, 119, 120, 179, 180, 199)]
     assert steps == pytest.approx([0.1, 0.1, 1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-4])
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters(), vit["lr"])
@@ -49,14 +52,16 @@ def test_the_full_schedules_are_the_authors() -> None:
     )
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, restarts], [10])
     for epoch in range(vit["epochs"]):
-        assert reproduce.rate(vit, epoch) == pytest.approx(optimizer.param_groups[0]["lr"]), epoch
+        assert reproduce_train.rate(vit, epoch) == pytest.approx(optimizer.param_groups[0]["lr"]), (
+            epoch
+        )
         optimizer.step()
         schedule.step()
 
 
 def test_pictures_are_moved_and_mirrored_as_torchvision_does() -> None:
     images = torch.rand(12, 3, 32, 32)
-    found = reproduce.crop_and_flip(images, torch.Generator().manual_seed(3))
+    found = reproduce_train.crop_and_flip(images, torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(3)
     offsets = torch.randint(9, (2, 12, 1), generator=generator)
     mirrored = torch.rand(12, 1, generator=generator) < 0.5
@@ -72,25 +77,65 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
     generator = torch.Generator().manual_seed(0)
     pixels = (255 * torch.rand(16, 32, 32, 3, generator=generator)).byte().numpy()
     pictures = [(Image.fromarray(one), number % 3) for number, one in enumerate(pixels)]
-    data = reproduce.Data(pictures, pictures, "cpu")
+    data = reproduce_train.Data(pictures, pictures, "cpu")
     key: dict[str, Any] = {
         "network": "resnet",
-        "width": 4,
+        "width": 8,
         "depth": 8,
         "batch": 8,
         "lr": 0.1,
         "epochs": 3,
     }
     key |= {"augment": True, "arm": "bnn", "seed": 0}
-    whole = reproduce.run(key, data, tmp_path, float("inf"))
-    (tmp_path / f"{reproduce.file_name(key)}.pt").unlink()
+    whole = reproduce_train.run(key, data, tmp_path, float("inf"))
+    reproduce_train.state_file(tmp_path, key).unlink()
     clock = iter([0, 2])
     with monkeypatch.context() as patch:
-        patch.setattr(reproduce.time, "time", lambda: next(clock))
+        patch.setattr(reproduce_train.time, "time", lambda: next(clock))
         with pytest.raises(SystemExit, match="the time is over"):
-            reproduce.run(key, data, tmp_path, 1)
-    parts = reproduce.run(key, data, tmp_path, float("inf"))
+            reproduce_train.run(key, data, tmp_path, 1)
+    parts = reproduce_train.run(key, data, tmp_path, float("inf"))
     assert all(parts[name] == whole[name] for name in ("test", "curve", "test_loss", "correct"))
+
+
+def test_a_run_that_fits_is_trained_at_the_first_length_that_is_enough(tmp_path: Path) -> None:
+    """Seed 0 of every arm comes before seed 1, dropout with the rate that was best for seed 0."""
+    recorded = harness.Recorded(tmp_path / "runs.jsonl")
+    val = {"bn-drop-0.1": 51.0, "bn-drop-0.3": 55.0, "bn-drop-0.5": 53.0}
+
+    def make(key: dict[str, Any]) -> dict[str, Any]:
+        fits = key["epochs"] >= 90
+        fit_loss = 0.019 if fits else 0.021
+        return {**key, "fit": 99.5, "fit_loss": fit_loss, "val": val.get(key["arm"], 50.0)}
+
+    runs = object.__new__(reproduce.Runs)
+    runs.args = argparse.Namespace(seeds=[0, 1], state=tmp_path)
+    runs.recorded = recorded
+    runs.pool = []
+    runs.make = make
+    runs.part("until-it-fits-resnet")
+    lines = [(line["epochs"], line["seed"], line["arm"]) for line in recorded.lines()]
+    arms = ["bn-noise", "bnn", "bnn-quiet"]
+    first = [(90, 0, arm) for arm in ("bn", *arms, *val)]
+    second = [(90, 1, arm) for arm in ("bn", *arms, "bn-drop-0.3")]
+    assert lines == [(40, 0, "bn"), (60, 0, "bn"), *first, *second]
+    runs.make = None
+    runs.part("until-it-fits-resnet")
+
+
+def test_paired_differences_have_both_errors() -> None:
+    """By hand: gains of 1 and 3 points, and four pictures of which one and two are gained."""
+    theirs = [
+        {"seed": seed, "test": 50.0, "correct": "c", "test_images": 4, "machine": "m"}
+        for seed in (0, 1, 2)
+    ]
+    ours = [
+        {**theirs[0], "test": 51.0, "correct": "d"},
+        {**theirs[1], "test": 53.0, "correct": "d"},
+    ]
+    assert harness.paired(ours, theirs) == "+2.0 ± 1.0 / 25.0"
+    assert harness.paired(ours[:1], theirs[1:]) == ""
+    assert harness.paired(ours[:1], theirs) == "+1.0 ± ? / 25.0"
 
 
 def test_every_arm_of_the_evidence_is_built() -> None:
