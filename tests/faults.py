@@ -25,6 +25,8 @@ from retrofit.errors import RetrofitError
 _OF_THE_SYSTEM = {"mkdir", "open", "write", "fsync", "chmod", "lockf", "utime"}
 _OF_THE_SYSTEM |= {"rename", "replace", "unlink", "remove", "rmdir", "link", "symlink", "truncate"}
 _OF_FILES = {"write", "writelines", "truncate", "flush"}
+# Not StringIO and BytesIO, which are no files.
+_FILES = io.FileIO, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper
 _NATIVE = {"serialize_file", "write_record", "write_end_of_file"}
 _EVENTS = {"c_call", "c_return", "c_exception"}
 # After these an interrupt leaves an open file, which the tests' warnings would report; what it
@@ -127,7 +129,7 @@ def _is_system_call(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name in _NATIVE:
         return True
-    if isinstance(getattr(function, "__self__", None), io.IOBase):
+    if isinstance(getattr(function, "__self__", None), _FILES):
         return name in _OF_FILES
     module = getattr(function, "__module__", None)
     return module in ("posix", "io", "_io", "fcntl") and name in _OF_THE_SYSTEM

@@ -77,7 +77,7 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **give
         raise click.UsageError("Missing option '--to'", click.get_current_context())
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
-    from retrofit.networks.artifact import Manifest
+    from retrofit.networks.manifest import Manifest
     from retrofit.surgery import CheckError
 
     output = output_file(output, f"{file_stem(model)}-{to}.safetensors", force)

@@ -128,10 +128,13 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    from retrofit.utils.files import ensure_readable
+
+    advice = "write them with safetensors, named as the arguments of the network's `forward`"
+    file = ensure_readable(path, "file of example inputs", advice=advice)
     try:
-        return load_file(path)
+        return load_file(file)
     except (OSError, SafetensorError) as error:
-        advice = "write them with safetensors, named as the arguments of the network's `forward`"
         raise RetrofitError(
             f"{path} holds no example inputs ({with_class(error)}); {advice}"
         ) from error

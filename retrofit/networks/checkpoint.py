@@ -2,13 +2,13 @@
 network.
 """
 
-import argparse
 import pickle
 import sys
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -22,55 +22,76 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.contents import fits, list_misfit, tensors_of
+from retrofit.utils.files import ensure_readable
 from retrofit.utils.text import one_line, printable, shortlist
 
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's
 # order).
 _NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# BatchNorm's and AveragedModel's: no weights
+# BatchNorm's and AveragedModel's, which are no weights.
 _COUNTERS = {"num_batches_tracked", "n_averaged"}
 _ROLES = {"weight", "bias", "running_mean", "running_var"}
-# levels of a file in which weights are looked for
+# Levels of a file in which weights are looked for.
 _DEPTH = 3
-# of a name that may be a prefix: "model.backbone.module." has three
+# Parts of a name that may be a prefix: "model.backbone.module." has three.
 _PARTS = 6
-# times that a file's content may be larger than the file: torch compresses nothing
+# Times that a file's content may be larger than the file: torch compresses nothing.
 _GROWTH = 4
-# bytes that any file may unpack to
+# Bytes that any file may unpack to.
 _SMALL = 2**24
+# What training scripts save beside the weights, by the names that pickle has for it.
+_BESIDE_WEIGHTS = {
+    "argparse": ("Namespace",),
+    "datetime": ("date", "datetime", "time", "timedelta", "timezone"),
+    "numpy": ("dtype", "ndarray"),
+    "numpy.core.multiarray": ("_reconstruct", "scalar"),
+    "numpy._core.multiarray": ("_reconstruct", "scalar"),
+    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
+    "pathlib._local": (
+        "Path",
+        "PosixPath",
+        "PurePath",
+        "PurePosixPath",
+        "PureWindowsPath",
+        "WindowsPath",
+    ),
+}
 
 Tensors = Mapping[str, Tensor]
 Names = list[str]
-# how a checkpoint's tensors are paired with a network's
+# How a checkpoint's tensors are paired with a network's.
 Match = Literal["name", "order"]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One set of weights out of a file."""
+    """One set of weights out of a file.
+
+    Attributes:
+        tensors: The weights, by name.
+        key: Where in the file they lie, "state_dict_ema", say; empty for its top.
+        others: Where other sets of weights lie.
+        left_out: Names beside the weights, where `key` chose what follows a prefix.
+    """
 
     tensors: dict[str, Tensor]
-    # where in the file they lie, "state_dict_ema", say; empty for its top
     key: str = ""
-    # where other sets of weights lie
     others: tuple[str, ...] = ()
-    left_out: tuple[
-        str, ...
-        # names beside the weights, where `key` chose what follows a prefix
-    ] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass
 class Loaded:
-    """What became of a checkpoint's tensors."""
+    """What became of a checkpoint's tensors.
 
-    left_out: Names = field(
-        default_factory=list
-    )  # the checkpoint's tensors that the network did not take
-    left_random: Names = field(
-        default_factory=list
-    )  # the network's tensors that the checkpoint did not give
-    # sentences for the user
+    Attributes:
+        left_out: The checkpoint's tensors that the network did not take.
+        left_random: The network's tensors that the checkpoint did not give.
+        warnings: Sentences for the user.
+    """
+
+    left_out: Names = field(default_factory=list)
+    left_random: Names = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -79,43 +100,31 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     anything from it.
 
     Nested training checkpoints are opened as timm opens them: averaged weights before plain ones.
-    Where the file holds several sets of weights, `key` says which: a key ("model_ema"; dots lead
-    further down), or how the names of the weights begin ("teacher", for "teacher.conv1.weight").
+
+    Args:
+        path: The file.
+        key: Which of several sets of weights to take: a key ("model_ema"; dots lead further down),
+            or how the names of the weights begin ("teacher", for "teacher.conv1.weight").
+
+    Raises:
+        RetrofitError: If there is no such file, or it holds no weights that can be read, or several
+            sets of them and no `key` that says which.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise RetrofitError(f"there is no checkpoint file at {path}; check the path")
-    try:
-        content = load_file(file) if file.suffix == ".safetensors" else _unpickled(file)
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
-        raise RetrofitError(
-            f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again"
-        ) from error
-    sets = _weight_sets(content)
+    file = ensure_readable(path, "checkpoint file")
+    sets = _weight_sets(_content(file))
     if not sets:
         raise RetrofitError(
             f"there are no tensors in {path}; give a checkpoint with a model's state_dict"
         )
     nest, prefix = _choose(sets, key, path)
-    held = sets[nest]
-    special = [
-        n
-        for n, t in held.items()
-        if t.layout != torch.strided or t.is_quantized or t.is_nested or t.is_meta
-    ]
-    if special:
-        what = f"{len(special)} tensors of {file} are sparse, quantized, nested or without data ({shortlist(special)})"
-        raise RetrofitError(f"{what}; save them dense")
-    _check_growth(file, sum(tensor.nbytes for tensor in held.values()))
+    tensors = sets[nest]
+    _check_dense(file, tensors)
+    _check_growth(file, sum(tensor.nbytes for tensor in tensors.values()))
     return Checkpoint(
-        tensors={
-            name.removeprefix(prefix): tensor
-            for name, tensor in held.items()
-            if name.startswith(prefix)
-        },
+        tensors=_under(prefix, tensors),
         key=f"{nest}.{prefix}".strip("."),
         others=tuple(other for other in sets if other not in ("", nest)),
-        left_out=tuple(_weights(name for name in held if not name.startswith(prefix))),
+        left_out=tuple(_weights(name for name in tensors if not name.startswith(prefix))),
     )
 
 
@@ -123,8 +132,50 @@ def _is_counter(name: str) -> bool:
     return name.rpartition(".")[2] in _COUNTERS
 
 
-def _weights(names: Iterable[str]) -> list[str]:
+def _weights(names: Iterable[str]) -> Names:
     return [name for name in names if not _is_counter(name)]
+
+
+def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    """Return the tensors whose names have a prefix, without it."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _content(file: Path) -> Any:
+    """Return what a file of any kind holds."""
+    if file.suffix != ".safetensors":
+        return _unpickled(file)
+    try:
+        return load_file(file)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError) as error:
+        raise RetrofitError(
+            f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again"
+        ) from error
+
+
+class _Ignored:
+    """What stands for an object beside the weights: it takes any arguments and does nothing."""
+
+    def __new__(cls, *_args: Any) -> "_Ignored":
+        return super().__new__(cls)
+
+    def __init__(self, *_args: Any) -> None:
+        pass
+
+    def __setstate__(self, _state: Any) -> None:
+        pass
+
+
+@contextmanager
+def _objects_ignored() -> Iterator[None]:
+    """Let torch read files with objects beside the weights, none of which is made."""
+    names = [f"{module}.{name}" for module, names in _BESIDE_WEIGHTS.items() for name in names]
+    with torch.serialization.safe_globals([(_Ignored, name) for name in names]):
+        yield
 
 
 def _unpickled(file: Path) -> Any:
@@ -133,34 +184,36 @@ def _unpickled(file: Path) -> Any:
         with file.open("rb") as opened:
             zipped = opened.read(2) == b"PK"
         if zipped:
+            # Before torch unpacks it.
             with zipfile.ZipFile(file) as archive:
-                _check_growth(
-                    file, sum(entry.file_size for entry in archive.infolist())
-                )  # before torch unpacks it
-        with (
-            warnings.catch_warnings(action="ignore"),
-            torch.serialization.safe_globals([argparse.Namespace]),
-        ):
+                _check_growth(file, sum(entry.file_size for entry in archive.infolist()))
+        with warnings.catch_warnings(action="ignore"), _objects_ignored():
             return torch.load(file, map_location="cpu", weights_only=True)
     except RetrofitError:
         raise
-    # zipfile and torch.load raise anything on a damaged file
+    # zipfile and torch.load raise anything on a damaged file.
     except Exception as error:
-        why = one_line(error, 100)
-        problem = f"is not a whole checkpoint ({why}); fetch it again, or save weights as .safetensors or .pth"
-        if "TorchScript" in str(error):
-            problem = (
-                "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
-            )
-        elif isinstance(error, pickle.UnpicklingError):
-            try:
-                names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-            # not the zip format
-            except Exception:
-                names = str(error).partition("Unsupported global: GLOBAL ")[2].split()[:1]
-            if names:
-                problem = f"holds Python objects ({shortlist(names)}), which could run code when loaded; save weights"
-        raise RetrofitError(f"{file} {problem}") from error
+        raise RetrofitError(f"{file} {_unreadable(file, error)}") from error
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    """Say why torch cannot read a file."""
+    if "TorchScript" in str(error):
+        return "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
+    if isinstance(error, pickle.UnpicklingError) and (names := _python_objects(file, error)):
+        return f"holds Python objects ({shortlist(names)}), which could run code when loaded; save weights"
+    why = one_line(error, 100)
+    return f"is not a whole checkpoint ({why}); fetch it again, or save weights as .safetensors or .pth"
+
+
+def _python_objects(file: Path, error: Exception) -> Names:
+    """Name the classes and functions in a file that torch does not load."""
+    try:
+        with _objects_ignored():
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    # It is not of the zip format.
+    except Exception:
+        return str(error).partition("Unsupported global: GLOBAL ")[2].split()[:1]
 
 
 def _check_growth(file: Path, unpacked: int) -> None:
@@ -171,50 +224,66 @@ def _check_growth(file: Path, unpacked: int) -> None:
         )
 
 
+def _check_dense(file: Path, tensors: Tensors) -> None:
+    special = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_meta
+    ]
+    if special:
+        raise RetrofitError(
+            f"{len(special)} tensors of {file} are sparse, quantized, nested or without data "
+            f"({shortlist(special)}); save them dense"
+        )
+
+
 def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
     """Find the mappings that hold named tensors, by the keys that lead there; each once, those near
     the top first.
     """
     sets: dict[str, dict[str, Tensor]] = {}
-    level, seen = [("", content)], set()
+    seen: set[int] = set()
+    level = [("", content)]
     for _ in range(_DEPTH):
-        below = []
+        below: list[tuple[str, Any]] = []
         for nest, value in level:
-            if isinstance(value, Mapping) and id(value) not in seen:
-                seen.add(id(value))
-                entries = {name: entry for name, entry in value.items() if isinstance(name, str)}
-                if tensors := {
-                    name: entry for name, entry in entries.items() if isinstance(entry, Tensor)
-                }:
-                    sets[nest] = tensors
-                below += [(f"{nest}.{name}".strip("."), entry) for name, entry in entries.items()]
+            if not isinstance(value, Mapping) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            entries = {name: entry for name, entry in value.items() if isinstance(name, str)}
+            tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+            if tensors:
+                sets[nest] = tensors
+            below += [(f"{nest}.{name}".strip("."), entry) for name, entry in entries.items()]
         level = below
     return sets
 
 
 def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
     """Return the nest of the weights to take, and how their names begin, where the key says that."""
-    usual = next(
-        (nest for nest in (*_NESTS, "") if nest in sets),
-        next(iter(sets)) if len(sets) == 1 else None,
-    )
-    held = shortlist([nest or "weights at its top" for nest in sets], most=6)
+    usual = [nest for nest in (*_NESTS, "") if nest in sets]
+    if not usual and len(sets) == 1:
+        usual = [*sets]
+    nests = shortlist([nest or "weights at its top" for nest in sets], most=6)
     if key is None:
-        if usual is None:
+        if not usual:
             raise RetrofitError(
-                f"{path} holds several sets of weights ({held}); choose with `checkpoint_key=NAME`"
+                f"{path} holds several sets of weights ({nests}); choose with `checkpoint_key=NAME`"
             )
-        return usual, ""
+        return usual[0], ""
     key = key.strip(".")
     if key in sets:
         return key, ""
-    for nest in sets if usual is None else (usual, *sets):
+    for nest in (*usual[:1], *sets):
         prefix = key.removeprefix(f"{nest}.") if nest else key
         if prefix and any(name.startswith(f"{prefix}.") for name in sets[nest]):
             return nest, f"{prefix}."
-    what = f"{path} holds no weights under {printable(key, 64)!r} (it holds {held})"
     raise RetrofitError(
-        f"{what}; give `checkpoint_key` one of these, or how the names of the weights begin"
+        f"{path} holds no weights under {printable(key, 64)!r} (it holds {nests}); give `checkpoint_key` one of "
+        "these, or how the names of the weights begin"
     )
 
 
@@ -230,17 +299,29 @@ def load_into(
     shape, and are listed. In "order", tensors are paired by position and shape, whatever they are
     called. Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be absent on
     either side. Where the tensors do not fit, the network may be half loaded.
+
+    Args:
+        model: The network.
+        state: The checkpoint's tensors, by name.
+        match: How they are paired with the network's.
+        partial: Whether to take what fits.
+
+    Raises:
+        RetrofitError: If the tensors do not fit.
+        UsageError: If `match` is unknown, or "order" is given with `partial`.
     """
     if match not in ("name", "order"):
         raise UsageError(f"`match={match!r}` is unknown; choose name or order")
-    if match == "order" and partial:
-        raise UsageError("`match='order'` pairs all tensors; drop it or `checkpoint_partial`")
-    loaded = (
-        _load_by_name(model, state, partial) if match == "name" else _load_by_order(model, state)
-    )
-    own = tensors_of(model).items()
+    if match == "order":
+        if partial:
+            raise UsageError("`match='order'` pairs all tensors; drop it or `checkpoint_partial`")
+        loaded = _load_by_order(model, state)
+    else:
+        loaded = _load_by_name(model, state, partial)
     broken = [
-        name for name, value in own if not value.isfinite().all() and name not in loaded.left_random
+        name
+        for name, tensor in tensors_of(model).items()
+        if not tensor.isfinite().all() and name not in loaded.left_random
     ]
     if broken:
         loaded.warnings.append(
@@ -250,79 +331,129 @@ def load_into(
 
 
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
-    own = tensors_of(model)
-    while (
-        own.keys().isdisjoint(state) and (cleaned := clean_state_dict(state)).keys() != state.keys()
-    ):
-        # of what DistributedDataParallel, AveragedModel or torch.compile put before, one by one
-        state = cleaned
-    prefix = _prefix(own, state)
+    ours = tensors_of(model)
+    state = _without_wrappers(ours, state)
+    prefix = _prefix(ours, state)
     beside = _weights(name for name in state if not name.startswith(prefix))
-    state = {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }
-    state = _translated(model, state)
-    unfit = [name for name in own if name in state and not _alike(own[name], state[name], name)]
-    # torch's own hooks may rename what older versions of a network called otherwise
+    state = _translated(model, _under(prefix, state))
+    unfit = [name for name in ours if name in state and not _alike(ours[name], state[name], name)]
+    fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
+    # torch's own hooks may rename what older versions of a network called otherwise.
     try:
-        result = model.load_state_dict(
-            {name: t for name, t in state.items() if name not in unfit}, strict=False
-        )
+        result = model.load_state_dict(fitting, strict=False)
     except RuntimeError as error:
-        what = f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)})"
-        raise RetrofitError(f"{what}; check whose it is") from error
-    missing = _weights(name for name in result.missing_keys if name not in unfit)
-    unexpected = _weights(result.unexpected_keys) + beside
-    weights = _weights(own)
-    if (missing or unexpected or unfit) and (not partial or len(missing + unfit) == len(weights)):
-        listed = list_misfit(
-            missing, unexpected, {name: (state[name], own[name]) for name in unfit}
-        )
-        hint = _hint(own, state, missing, unexpected, unfit, prefix if beside else "")
         raise RetrofitError(
-            f"the checkpoint does not fit this {type(model).__name__}: {listed}; {hint}"
-        )
-    loaded = Loaded(unexpected + unfit, missing + unfit)
-    random = f"of the network's {len(weights)} tensors are left RANDOM"
-    for names, what in (
-        (loaded.left_random, random),
-        (loaded.left_out, "tensors of the checkpoint are left out"),
-    ):
-        if names:
-            loaded.warnings.append(f"PARTIAL: {len(names)} {what} ({shortlist(names)})")
-    return loaded
+            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
+        ) from error
+    misfit = _Misfit(
+        ours=ours,
+        theirs=state,
+        missing=_weights(name for name in result.missing_keys if name not in unfit),
+        unexpected=_weights(result.unexpected_keys) + beside,
+        unfit=unfit,
+        prefix=prefix if beside else "",
+    )
+    nothing = len(misfit.missing + unfit) == len(_weights(ours))
+    if misfit and (nothing or not partial):
+        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {misfit}")
+    return misfit.accepted()
 
 
-def _hint(
-    own: Tensors, state: Tensors, missing: Names, unexpected: Names, unfit: Names, prefix: str
-) -> str:
-    """Say what the user may try."""
-    sizes = [enumerate(zip_longest(own[name].shape, state[name].shape)) for name in unfit]
-    differing = {
-        (axis, theirs) for both in sizes for axis, (ours, theirs) in both if ours != theirs
-    }
-    if len(differing) == 1 and not missing and not unexpected:
-        ((axis, size),) = differing
+def _without_wrappers(ours: Tensors, state: Tensors) -> Tensors:
+    """Take off, one by one, what DistributedDataParallel, AveragedModel and torch.compile put
+    before a network's names.
+    """
+    while ours.keys().isdisjoint(state):
+        cleaned = clean_state_dict(state)
+        if cleaned.keys() == state.keys():
+            break
+        state = cleaned
+    return state
+
+
+@dataclass
+class _Misfit:
+    """How a checkpoint's tensors do not fit a network's, by name.
+
+    Attributes:
+        ours: The network's tensors.
+        theirs: The checkpoint's, under the network's names.
+        missing: Those of the network that the checkpoint does not hold.
+        unexpected: Those of the checkpoint that the network does not have.
+        unfit: Those of both that are of another shape or type.
+        prefix: What stood before the names that were taken, if there were others.
+    """
+
+    ours: Tensors
+    theirs: Tensors
+    missing: Names
+    unexpected: Names
+    unfit: Names
+    prefix: str
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.unfit)
+
+    def __str__(self) -> str:
+        """List the tensors, and say what the user may try."""
+        pairs = {name: (self.theirs[name], self.ours[name]) for name in self.unfit}
+        return f"{list_misfit(self.missing, self.unexpected, pairs)}; {self._hint()}"
+
+    def accepted(self) -> Loaded:
+        """Return what was loaded, where the user takes what fits."""
+        loaded = Loaded(self.unexpected + self.unfit, self.missing + self.unfit)
+        if loaded.left_random:
+            said = f"of the network's {len(_weights(self.ours))} tensors are left RANDOM"
+            loaded.warnings.append(_partial(loaded.left_random, said))
+        if loaded.left_out:
+            loaded.warnings.append(
+                _partial(loaded.left_out, "tensors of the checkpoint are left out")
+            )
+        return loaded
+
+    def _hint(self) -> str:
+        if size_hint := self._size_hint():
+            return size_hint
+        if self.prefix and not self.missing and not self.unfit:
+            key = printable(self.prefix.strip("."), 64)
+            return f"pass `checkpoint_key={key!r}` to take what is under it and no more"
+        if _order_problem(self.ours, self.theirs) is None:
+            return "all tensors pair up in order and shape: pass `match='order'`"
+        if 2 * len(self.missing + self.unfit) <= len(self.ours):
+            return "pass `checkpoint_partial=True` to take what fits"
+        return "check which network the checkpoint is of"
+
+    def _size_hint(self) -> str:
+        """Say which argument gives the network the checkpoint's sizes; empty if no one does."""
+        differing = {
+            (axis, theirs)
+            for name in self.unfit
+            for axis, (ours, theirs) in enumerate(
+                zip_longest(self.ours[name].shape, self.theirs[name].shape)
+            )
+            if ours != theirs
+        }
+        if len(differing) != 1 or self.missing or self.unexpected:
+            return ""
+        axis, size = differing.pop()
         if axis == 0 and size:
             return f"only the classifier differs: pass `num_classes={size}`, or `checkpoint_partial=True`"
-        if axis == 1 and len(unfit) == 1 and own[unfit[0]].ndim == 4:
+        if axis == 1 and len(self.unfit) == 1 and self.ours[self.unfit[0]].ndim == 4:
             return f"only the input channels differ: pass `in_chans={size}`"
-    if prefix and not missing and not unfit:
-        return f"pass `checkpoint_key={printable(prefix.strip('.'), 64)!r}` to take what is under it and no more"
-    if _order_problem(own, state) is None:
-        return "all tensors pair up in order and shape: pass `match='order'`"
-    if 2 * len(missing + unfit) <= len(own):
-        return "pass `checkpoint_partial=True` to take what fits"
-    return "check which network the checkpoint is of"
+        return ""
 
 
-def _prefix(own: Tensors, state: Tensors) -> str:
-    """Return what stands before the network's own names in a checkpoint's, if at least half of them
-    are there.
+def _partial(names: Names, what: str) -> str:
+    return f"PARTIAL: {len(names)} {what} ({shortlist(names)})"
 
-    A RetrofitError says that two prefixes fit equally well: the file holds two sets of weights.
+
+def _prefix(ours: Tensors, state: Tensors) -> str:
+    """Return what stands before the network's names in a checkpoint's, if at least half of them are
+    there.
+
+    Two prefixes that fit equally well are refused: the file holds two sets of weights.
     """
-    weights = set(_weights(own))
+    weights = set(_weights(ours))
     counts: Counter[str] = Counter()
     for name in state:
         parts = name.split(".")
@@ -333,9 +464,10 @@ def _prefix(own: Tensors, state: Tensors) -> str:
         return ""
     fitting = [prefix for prefix, count in counts.items() if count == best]
     if len(fitting) > 1:
-        choose = f"choose with `checkpoint_key={printable(fitting[0].strip('.'), 64)!r}`"
+        key = printable(fitting[0].strip("."), 64)
         raise RetrofitError(
-            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; {choose}"
+            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; choose with "
+            f"`checkpoint_key={key!r}`"
         )
     return fitting[0]
 
@@ -350,57 +482,63 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     fits then.
     """
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    own = tensors_of(model)
-    if convert is None or _fitting(own, state) == len(own) == len(state):
+    ours = tensors_of(model)
+    fitting = _count_fitting(ours, state)
+    if convert is None or fitting == len(ours) == len(state):
         return state
     try:
         with torch.no_grad():
             entries = convert(dict(state), model).items()
             converted = {name: value for name, value in entries if isinstance(value, Tensor)}
-    # it was written for other checkpoints, and fails on this one in its own way
+    # It was written for other checkpoints, and fails on this one in its own way.
     except Exception:
         return state
-    return converted if _fitting(own, converted) > _fitting(own, state) else state
+    return converted if _count_fitting(ours, converted) > fitting else state
 
 
-def _fitting(own: Tensors, state: Tensors) -> int:
-    return sum(name in state and _alike(tensor, state[name], name) for name, tensor in own.items())
+def _count_fitting(ours: Tensors, state: Tensors) -> int:
+    return sum(name in state and _alike(tensor, state[name], name) for name, tensor in ours.items())
 
 
 def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
-    own = tensors_of(model)
-    if problem := _order_problem(own, state):
+    ours = tensors_of(model)
+    if problem := _order_problem(ours, state):
         raise RetrofitError(
             f"the checkpoint does not fit this {type(model).__name__} in order: {problem}"
         )
-    pairs = list(zip(_weights(own), _weights(state), strict=True))
-    counters = [[name for name in names if _is_counter(name)] for names in (own, state)]
-    if len(counters[0]) == len(counters[1]):
-        pairs += zip(*counters, strict=True)
-    model.load_state_dict({ours: state[theirs] for ours, theirs in pairs}, strict=False)
-    ends = [{name.rpartition(".")[2] for name in pair} for pair in pairs]
-    against = [pair for pair, roles in zip(pairs, ends, strict=True) if len(roles & _ROLES) == 2]
-    odd = [f"{printable(theirs, 64)} as {ours}" for ours, theirs in against]
+    pairs = list(zip(_weights(ours), _weights(state), strict=True))
+    our_counters = [name for name in ours if _is_counter(name)]
+    their_counters = [name for name in state if _is_counter(name)]
+    if len(our_counters) == len(their_counters):
+        pairs += zip(our_counters, their_counters, strict=True)
+    model.load_state_dict({our: state[their] for our, their in pairs}, strict=False)
+    odd = [f"{printable(their, 64)} as {our}" for our, their in pairs if _against(our, their)]
+    if not odd:
+        return Loaded()
     said = f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"
-    return Loaded(warnings=[said] if odd else [])
+    return Loaded(warnings=[said])
 
 
-def _order_problem(own: Tensors, state: Tensors) -> str | None:
+def _against(ours: str, theirs: str) -> bool:
+    """Whether two names say that their tensors have different roles: a weight and a bias, say."""
+    roles = {ours.rpartition(".")[2], theirs.rpartition(".")[2]}
+    return len(roles & _ROLES) == 2
+
+
+def _order_problem(ours: Tensors, state: Tensors) -> str | None:
     """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
-
-    def said(tensors: Tensors, name: str | None) -> str:
-        kind = (
-            ""
-            if name is None
-            else f"{list(tensors[name].shape)} {tensors[name].dtype}".replace("torch.", "")
-        )
-        return f"{printable(name or 'nothing', 64)} {printable(kind, 48)}".strip()
-
-    for number, (ours, theirs) in enumerate(zip_longest(_weights(own), _weights(state)), start=1):
-        if ours is None or theirs is None or not _alike(own[ours], state[theirs], ours):
-            here, there = (
-                f"{said(own, ours)} in the network",
-                f"{said(state, theirs)} in the checkpoint",
-            )
+    pairs = zip_longest(_weights(ours), _weights(state))
+    for number, (our, their) in enumerate(pairs, start=1):
+        if our is None or their is None or not _alike(ours[our], state[their], our):
+            here = f"{_described(ours, our)} in the network"
+            there = f"{_described(state, their)} in the checkpoint"
             return f"tensor {number} is {here}, {there}; check which network it is of"
     return None
+
+
+def _described(tensors: Tensors, name: str | None) -> str:
+    """Return a tensor's name, shape and type."""
+    if name is None:
+        return "nothing"
+    kind = f"{list(tensors[name].shape)} {tensors[name].dtype}".replace("torch.", "")
+    return f"{printable(name, 64)} {printable(kind, 48)}"

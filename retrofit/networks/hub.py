@@ -14,7 +14,8 @@ from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.networks import artifact
-from retrofit.networks.artifact import CONFIG, LIBRARY, WEIGHTS, read_manifest
+from retrofit.networks.artifact import CONFIG, LIBRARY, WEIGHTS
+from retrofit.networks.manifest import read_manifest
 from retrofit.record import ModelSource, unwrapped
 from retrofit.utils.text import printable
 

@@ -52,6 +52,7 @@ from retrofit.record import (
     record_of,
     set_record,
 )
+from retrofit.utils.files import ensure_readable
 from retrofit.utils.text import one_line, printable, with_class
 
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
@@ -211,7 +212,13 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     """
     if ":" not in source.name:
         parse(str(source))
-    fetches = pretrained or source.name.startswith("hf-hub:")
+    prefix, folder = split_prefix(source.name)
+    if pretrained and prefix == "local-dir":
+        # timm opens one of them, and would wait for a pipe.
+        for file in Path(folder).iterdir():
+            if not file.is_dir():
+                ensure_readable(file, "file")
+    fetches = pretrained or prefix == "hf-hub"
     try:
         # what the libraries say about defaults that will change is not for the user
         with (

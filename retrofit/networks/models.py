@@ -20,11 +20,10 @@ from retrofit.networks.library import (
     weights_name,
     with_options,
 )
+from retrofit.networks.manifest import Manifest, is_artifact
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of
 from retrofit.utils.text import plural, printable, shortlist
-
-# of a strength that someone has set
 
 
 @dataclass
@@ -151,7 +150,7 @@ def open_model(
         raise UsageError(
             f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`"
         )
-    if checkpoint is not None and artifact.is_artifact(checkpoint):
+    if checkpoint is not None and is_artifact(checkpoint):
         raise RetrofitError(
             f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL"
         )
@@ -189,7 +188,7 @@ def open_model(
 
 
 def _open_artifact(path: str, network: str | None) -> Network:
-    source, into = artifact.Manifest.read(path).source, None
+    source, into = Manifest.read(path).source, None
     if network is not None:
         if source.library != "own":
             raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")

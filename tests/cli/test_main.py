@@ -430,6 +430,9 @@ def test_a_network_of_two_inputs_is_compared_on_those_of_a_file(run: Run) -> Non
     Path("none.safetensors").write_bytes(b"")
     refused = run(*words, "--inputs", "none.safetensors", "--force")
     assert "none.safetensors holds no example inputs" in complaint(refused)
+    os.mkfifo("pipe.safetensors")
+    refused = run(*words, "--inputs", "pipe.safetensors", "--force")
+    assert "pipe.safetensors is a pipe or a device" in complaint(refused)
 
 
 # --- what people see

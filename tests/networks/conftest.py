@@ -2,7 +2,6 @@
 back.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.networks.artifact import read_manifest
 from retrofit.networks.contents import checksum
 from retrofit.networks.library import build
+from retrofit.networks.manifest import read_manifest, seal
 from retrofit.record import ModelSource
 
 HALF: dict[str, Any] = {"layers": [1, 1, 0, 0], "channels": [32, 48, 48, 48]}
@@ -74,7 +73,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], ob
     )
     change(manifest, tensors)
     manifest["checksum"] = checksum(tensors)
-    save_file(tensors, path, metadata={"format": "pt", "retrofit": json.dumps(manifest)})
+    save_file(tensors, path, metadata={"format": "pt", "retrofit": seal(manifest)})
 
 
 def refused(

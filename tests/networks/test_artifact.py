@@ -1,6 +1,7 @@
 """Artifacts: what is saved comes back, and nothing else is read as one."""
 
 import copy
+import json
 import os
 import struct
 from collections.abc import Callable
@@ -21,12 +22,22 @@ import retrofit
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
-from retrofit.networks.artifact import is_artifact, load, read_manifest, save
-from retrofit.networks.contents import checksum
+from retrofit.networks.artifact import load, save
+from retrofit.networks.contents import checksum, tensors_of
 from retrofit.networks.library import build
+from retrofit.networks.manifest import is_artifact, read_manifest
 from retrofit.record import ModelSource, Preprocess, Record, record_of
+from retrofit.utils.files import sweep
+from tests.faults import faults_of, file_size_limit, injected
 from tests.networks import mynet
-from tests.networks.conftest import assert_same_answers, built, refused, rewrite, same_tensors
+from tests.networks.conftest import (
+    assert_same_answers,
+    built,
+    refused,
+    rewrite,
+    same_tensors,
+    spread,
+)
 
 WEIGHTS = {"kind": "checkpoint", "from": "x.pth"}
 
@@ -109,6 +120,7 @@ def test_manifest(tmp_path: Path) -> None:
         "weights": WEIGHTS,
         "strength": 0.5,
         "versions": manifest["versions"],
+        "manifest_checksum": manifest["manifest_checksum"],
     }
     assert manifest["versions"]["timm"] == timm.__version__
     source = ModelSource("timm", "test_resnet", {"num_classes": 2})
@@ -201,7 +213,8 @@ def _header(metadata: str | None) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (Path.unlink, "does not exist"),
+        (Path.unlink, "there is no artifact at"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "is a pipe or a device"),
         (lambda path: (path.unlink(), path.mkdir()), "is a folder"),
         (lambda path: path.write_text("hello"), "not a whole artifact"),
         (lambda path: path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}"), "not a whole artifact"),
@@ -292,6 +305,117 @@ def test_a_manifest_that_does_not_fit_is_refused(
     rewrite(saved, change)
     with refused(message, names=saved):
         load(saved)
+
+
+def _unsealed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change a manifest and leave its checksum out, as files of version 0.2.0 do."""
+
+    def write(path: Path) -> None:
+        manifest = read_manifest(path)
+        del manifest["manifest_checksum"]
+        change(manifest)
+        metadata = {"format": "pt", "retrofit": json.dumps(manifest)}
+        save_file(load_file(path), path, metadata=metadata)
+
+    return write
+
+
+def test_a_file_without_a_checksum_of_its_manifest_still_opens(saved: Path) -> None:
+    before = load(saved)
+    _unsealed(lambda manifest: None)(saved)
+    _assert_same(load(saved), before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["labels"].reverse(),
+        lambda m: m["preprocess"].update(mean=[0.0, 0.0, 0.0]),
+        lambda m: m["versions"].update(torch="1.0"),
+        lambda m: m["model"]["kwargs"].update(global_pool="max"),
+        lambda m: m.update(sampled_outputs={"not_checked": "it is large"}),
+        lambda m: m.update(manifest_checksum=0),
+        lambda m: m.update(more=1),
+    ],
+)
+def test_a_changed_manifest_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    save(mynet.small(), path := tmp_path / "a.safetensors", labels=["a", "b", "c"])
+    manifest = read_manifest(path)
+    change(manifest)
+    save_file(load_file(path), path, metadata={"format": "pt", "retrofit": json.dumps(manifest)})
+    with refused("the manifest of .* was changed after it was saved", names=path):
+        load(path, into=mynet.small())
+
+
+@pytest.mark.parametrize("why", ["it is large", "it takes no random images of 3x96x96"])
+def test_an_old_file_that_says_that_its_network_cannot_run_is_not_believed(
+    saved: Path, why: str
+) -> None:
+    _unsealed(lambda m: m.update(sampled_outputs={"not_checked": why}))(saved)
+    with refused(rf"says that it could not be run \({why}.*\), and it runs", names=saved):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", ["fc.bias", "conv1.1.running_var", "layer1.0.conv2.weight"])
+def test_a_tensor_of_a_type_that_the_network_does_not_run_with_is_refused(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    model = load(saved)
+    tensor = tensors_of(model)[name]
+    tensor.data = tensor.data.double()
+    problem = rf"float64 \({name}\).*with which it does not run"
+    with refused(problem):
+        save(model, tmp_path / "b.safetensors")
+    rewrite(saved, lambda _manifest, tensors: tensors.update({name: tensors[name].double()}))
+    with refused(problem, names=saved):
+        load(saved)
+
+
+def test_types_that_the_network_runs_with_are_kept(tmp_path: Path) -> None:
+    model = mynet.small()
+    model.head.double()
+    model.head.register_forward_pre_hook(lambda _layer, args: args[0].double())
+    save(model, path := tmp_path / "a.safetensors")
+    assert load_file(path)["head.weight"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("size", [0, 8, 2000, 3000])
+def test_a_disk_that_fills_up_leaves_the_old_file(tmp_path: Path, size: int) -> None:
+    model = mynet.small()
+    save(model, path := tmp_path / "a.safetensors")
+    before = path.read_bytes()
+    assert len(before) > size
+    with file_size_limit(size), refused("cannot write .*free space"):
+        save(model, path, force=True)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_an_exception_at_any_system_call_leaves_the_old_artifact_or_the_new_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.safetensors"
+    old, new = mynet.small(), spread(mynet.small())
+    save(old, path)
+    content = path.read_bytes()
+
+    def write() -> None:
+        save(new, path, force=True)
+
+    for fault in faults_of(write):
+        path.write_bytes(content)
+        with injected(fault):
+            write()
+        whole = path.read_bytes() == content or same_tensors(load_file(path), new.state_dict())
+        assert whole, fault
+        sweep(tmp_path)
+        left = [name for name in os.listdir(tmp_path) if name != path.name]
+        # An interrupt as soon as the temporary folder is there leaves it, empty.
+        assert len(left) <= 1, fault
+        for name in left:
+            (tmp_path / name).rmdir()
 
 
 def test_labels_are_those_of_the_classifier_that_is_there(tmp_path: Path) -> None:

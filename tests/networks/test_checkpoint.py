@@ -3,11 +3,13 @@ is said if not.
 """
 
 import argparse
+import datetime
+import os
 import re
 import sys
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,34 @@ def test_what_of_a_file_is_taken(
         read_checkpoint(tmp_path / "a.pth", "e")
 
 
+BESIDE: list[Any] = [
+    argparse.Namespace(lr=0.1),
+    np.float64(0.7),
+    np.int64(3),
+    np.bool_(True),
+    np.arange(6.0).reshape(2, 3),
+    np.array(["a", None], dtype=object),
+    np.zeros(2, dtype=[("a", "f4"), ("b", "i8")]),
+    np.dtype("f8"),
+    datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+    datetime.date(2026, 1, 2),
+    datetime.timedelta(hours=1),
+    Path("runs/1"),
+    PureWindowsPath("runs"),
+]
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_training_scripts_save_beside_the_weights_is_left_out(
+    tmp_path: Path, zipped: bool
+) -> None:
+    content = {"state_dict": small_state(), "best": BESIDE[1], "args": {"more": BESIDE}}
+    torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+    checkpoint = read_checkpoint(tmp_path / "a.pth")
+    assert same_tensors(checkpoint.tensors, small_state())
+    assert (checkpoint.key, checkpoint.others) == ("state_dict", ())
+
+
 def _cut(path: Path) -> None:
     (save_file if path.suffix == ".safetensors" else torch.save)(small_state(), path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -127,15 +157,25 @@ def _saves(content: Any, **options: Any) -> Callable[[Path], None]:
     return lambda path: torch.save(content, path, **options)
 
 
+class Opens:  # a class of somebody's own
+    def __setstate__(self, state: object) -> None:
+        raise AssertionError("it was made")
+
+
 OLD = {"_use_new_zipfile_serialization": False}
 UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
-    ("a.pth", Path.mkdir, "there is no checkpoint file"),
+    ("a.pth", lambda path: None, "there is no checkpoint file"),
+    ("a.pth", Path.mkdir, "is a folder"),
+    ("a.pth", os.mkfifo, "is a pipe or a device"),
+    ("a.safetensors", os.mkfifo, "is a pipe or a device"),
     ("a.pth", _cut, "not a whole checkpoint"),
     ("a.safetensors", _cut, "not a whole safetensors"),
     ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
     ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "save weights as .safetensors or .pth"),
     ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),
-    ("a.pth", _saves({"a": Path("x")}, **OLD), r"Python objects \(pathlib"),
+    ("a.pth", _saves({"a": nn.ReLU()}, **OLD), r"Python objects \(torch.nn"),
+    ("a.pth", _saves({"a": Opens(), "b": Path("x")}), r"Python objects \(.*Opens\)"),
+    ("a.pth", _saves({"a": np.ones(2), "b": np.float64(1)}), "no tensors"),
     (
         "a.pth",
         lambda path: torch.jit.save(torch.jit.script(nn.ReLU()), path),

@@ -5,6 +5,7 @@ build another.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,15 @@ def test_the_image_size_of_a_local_folder(tmp_path: Path, architecture: str, fix
         network = open_model(text, img_size=64)
     assert network.preprocess.input_size == (3, 64, 64)
     assert network.model(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json"])
+def test_a_pipe_in_a_local_folder_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "test_resnet"}))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RetrofitError, match=r"is a pipe or a device|no folder with timm's config"):
+        open_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
 # --- mistakes
@@ -354,7 +364,7 @@ def test_pushed_and_loaded_again(hub: Path) -> None:
             {"library_name": "retrofit"},
             "hf-hub:me/net cannot be fetched",
         ),  # its tensors are not there
-        ({"architecture": "resnet18"}, "hf-hub:me/net does not exist"),  # left to timm
+        ({"architecture": "resnet18"}, "there is no artifact at hf-hub:me/net"),  # left to timm
     ],
 )
 def test_what_is_not_there_whole_or_not_ours(

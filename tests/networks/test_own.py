@@ -18,9 +18,9 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import contents, library
-from retrofit.networks.artifact import read_manifest
+from retrofit.networks import library, sampled_outputs
 from retrofit.networks.library import build
+from retrofit.networks.manifest import read_manifest
 from retrofit.networks.models import open_model
 from retrofit.record import ModelSource, Record, record_of, set_record, unwrapped
 from tests.networks import mynet
@@ -191,7 +191,7 @@ class Activated(
 
 def test_parameters_that_the_state_dict_names_otherwise(tmp_path: Path) -> None:
     model = retrofit.convert(Activated(), "gn-pn")[0].half()
-    model.conv.double()
+    model.conv.float()
     names = {name for name, _ in model.named_parameters()}
     assert not names <= model.state_dict().keys()
     retrofit.save(model, tmp_path / "a.safetensors")
@@ -206,7 +206,7 @@ def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(
         raise KeyboardInterrupt
 
     into = mynet.build().half()
-    monkeypatch.setattr(contents.SampledOutputs, "difference", interrupt)
+    monkeypatch.setattr(sampled_outputs.SampledOutputs, "difference", interrupt)
     with left_as_it_was(into), pytest.raises(KeyboardInterrupt):
         retrofit.load(saved, into=into)
 
@@ -240,7 +240,9 @@ def test_a_wrapped_network_keeps_its_record_inside(tmp_path: object) -> None:
         "1"
     ]  # the network's own name, not the wrapper's
     assert record_of(model) is record_of(net)
-    assert record_of(net) == Record(labels=["a", "b", "c", "d"], plans=(report.plan,))
+    assert record_of(net) == Record(
+        labels=["a", "b", "c", "d"], plans=(report.plan,), input_size=(3, 8, 8)
+    )
     retrofit.save(model, f"{tmp_path}/a.safetensors")
     into = wrap(_net())
     assert retrofit.load(f"{tmp_path}/a.safetensors", into=into) is into

@@ -1,0 +1,277 @@
+"""Sampled outputs, by which a network that was built again is verified.
+
+They are a few numbers of what the network and some of its layers answer to an image. The image is
+the same on every machine, and float32 arithmetic on another processor, with another library,
+changes the numbers by far less than `TOLERANCE`.
+"""
+
+import copy
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit import compare
+from retrofit.inputs import Call, input_shapes, takes_image_list
+from retrofit.record import check_size
+from retrofit.utils.running import autocast, hooked, placement_of, undisturbed
+from retrofit.utils.text import printable, with_class
+
+# Of the largest value; AVX2 and AVX-512 differ by some 1e-6 of it an operation.
+TOLERANCE = 1e-3
+
+# The most that a network is run on: numbers of an image, and parameters times pixels. ViT-B at its
+# own size has 4.3e12 of these.
+_INPUTS = 4e6
+_PRODUCTS = 5e12
+# How many layers are sampled, and how many numbers of each output.
+_LAYERS = 12
+_SAMPLES = 6
+# An image's sides are multiples of this.
+_SIDE = 32
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The largest value of a layer's output, and a few of its values, evenly spread."""
+
+    scale: float
+    samples: list[float]
+
+    @classmethod
+    def of(cls, output: Any) -> "Sample":
+        """Sample each of an output's tensors that is finite."""
+        samples: list[float] = []
+        scale = 0.0
+        for tensor in compare.tensors_of(output):
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            flat = tensor.detach().flatten()
+            largest = float(flat.abs().max())
+            if math.isfinite(largest):
+                scale = max(scale, largest)
+                count = min(_SAMPLES, flat.numel())
+                places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+                samples += [_rounded(number) for number in flat[places].tolist()]
+        return cls(_rounded(scale), samples)
+
+    def share(self, other: "Sample") -> float:
+        """Return the largest difference from another sample as a share of the scale."""
+        gaps = [abs(a - b) for a, b in zip(self.samples, other.samples, strict=True)]
+        if self.scale:
+            return max(gaps, default=0.0) / self.scale
+        return float(any(gaps))
+
+
+@dataclass(frozen=True)
+class SampledOutputs:
+    """What a network answers to an image.
+
+    Attributes:
+        size: (C, H, W) of the image.
+        classes: How many scores the network gives, where it gives one number for each class.
+        values: By layer; "" is the network's output.
+        not_checked: Why the network was not run; the other fields are empty then.
+    """
+
+    size: tuple[int, ...] = ()
+    classes: int | None = None
+    values: dict[str, Sample] = field(default_factory=dict)
+    not_checked: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values: the attributes, or why there are none."""
+        values = asdict(self)
+        why = values.pop("not_checked")
+        return {"not_checked": why} if why else values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SampledOutputs":
+        """Rebuild from `to_dict`'s values; raise KeyError, TypeError or ValueError if they are
+        others.
+        """
+        if "not_checked" in values:
+            return cls(not_checked=str(values["not_checked"]))
+        check_size(values["size"])
+        rows = {
+            str(name): Sample(float(row["scale"]), [float(number) for number in row["samples"]])
+            for name, row in values["values"].items()
+        }
+        if not rows:
+            raise ValueError("its sampled outputs hold none")
+        return cls(tuple(values["size"]), values["classes"], rows)
+
+    def difference(self, model: nn.Module) -> str:
+        """Say where a network's outputs differ most from these by more than rounding; empty if they
+        do not.
+        """
+        if not is_small(model, self.size):
+            return f"its manifest asks for a run of a large network on images of {printable(self.size, 80)}"
+        others = sample_outputs_at(model, self.size, self.values)
+        if others.not_checked:
+            return others.not_checked
+        shares: dict[str, float] = {}
+        for name, sample in self.values.items():
+            label = name or "the network"
+            other = others.values.get(name)
+            if other is None or len(other.samples) != len(sample.samples):
+                return (
+                    f"the output of {label} has another shape, or other values that are not finite"
+                )
+            shares[label] = sample.share(other)
+        # A share that is not a number is larger than any.
+        worst = max(shares, key=lambda label: (math.isnan(shares[label]), shares[label]))
+        if shares[worst] <= TOLERANCE:
+            return ""
+        return f"the output of {worst} differs by {shares[worst]:.2g} of its scale"
+
+
+def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
+    """Run a network on an image of half its own size, or of that, or a smaller one where the
+    network is large.
+    """
+    size = tuple(own_size)
+    while not is_small(model, size):
+        if _halved(size) == size:
+            return SampledOutputs(not_checked="it is large")
+        size = _halved(size)
+    outputs = sample_outputs_at(model, _halved(size))
+    return sample_outputs_at(model, size) if outputs.not_checked else outputs
+
+
+def sample_outputs_at(
+    model: nn.Module, size: Sequence[int], layers: Collection[str] | None = None
+) -> SampledOutputs:
+    """Run a network on an image of `size`, (C, H, W), on the CPU, in float32 or, if it is all
+    float64, that.
+
+    Sampled are those of `layers` that it has, or some of all if None. The network is left as it
+    was. Of a detector the backbone is run: its boxes come out of sorting, where rounding swaps two.
+    """
+    values: dict[str, Sample] = {}
+
+    def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        values.setdefault(name, Sample.of(output))
+
+    try:
+        model = _on_cpu(model)
+        call = _image_call(model, size)
+        watched = hooked(
+            model.get_submodule(name).register_forward_hook(partial(keep, name))
+            for name in _sampled_layers(model, layers)
+        )
+        with undisturbed(model), watched:
+            answer = call.on(model)
+    # Anything may come out of a network's own code.
+    except Exception as error:
+        why = f"it takes no random images of {'x'.join(map(str, size))} ({with_class(error, 100)})"
+        return SampledOutputs(not_checked=why)
+    values[""] = Sample.of(answer)
+    values = {name: sample for name, sample in values.items() if sample.samples}
+    if not values:
+        return SampledOutputs(not_checked="it answers random images with no finite number")
+    scores = not call.stage and isinstance(answer, Tensor) and answer.ndim == 2
+    return SampledOutputs(tuple(size), answer.shape[1] if scores else None, values)
+
+
+def type_problem(model: nn.Module, size: Sequence[int]) -> str:
+    """Say that a network mixes float64 with other types in a way that it cannot run with; empty if
+    it does not.
+
+    Sampled outputs are those of a copy in one type, and autocast, which mixes other types, casts no
+    float64. The network is run on an image of `size`, (C, H, W), as it is.
+    """
+    names = {
+        tensor.dtype: name
+        for name, tensor in _named_tensors(model)
+        if tensor.is_floating_point() and tensor.ndim
+    }
+    if torch.float64 not in names or len(names) == 1:
+        return ""
+    device, _ = placement_of(model)
+    for dtype in (None, torch.bfloat16):
+        try:
+            with undisturbed(model), autocast(device, dtype):
+                _image_call(model, size).to(*placement_of(model)).on(model)
+            return ""
+        # Anything may come out of a network's own code.
+        except Exception as error:
+            refusal = with_class(error, 100)
+    kinds = " and ".join(f"{dtype} ({name})" for dtype, name in names.items())
+    return f"its tensors are {kinds}, with which it does not run: {refusal}".replace("torch.", "")
+
+
+def is_small(model: nn.Module, size: Sequence[int]) -> bool:
+    """Whether a network costs little on an image: a second or so, if no parameter is used more than
+    once a pixel.
+    """
+    if math.prod(size) > _INPUTS:
+        return False
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return parameters * math.prod(size[1:]) < _PRODUCTS
+
+
+def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _halved(size: tuple[int, ...]) -> tuple[int, ...]:
+    channels, *sides = size
+    halves = [max(side // 2 // _SIDE, 1) * _SIDE if side >= 2 * _SIDE else side for side in sides]
+    return (channels, *halves)
+
+
+def _image_call(model: nn.Module, size: Sequence[int]) -> Call:
+    """Return a call of a network, or of a detector's backbone, with an image of `size`."""
+    shapes = input_shapes(model, tuple(size), 1)
+    _, dtype = placement_of(model)
+    images = [_image(shape).to(dtype) for shape in shapes]
+    detector = "backbone" in model._modules and takes_image_list(model, size[0])
+    return Call(tuple(images), stage="backbone" if detector else "")
+
+
+def _sampled_layers(model: nn.Module, layers: Collection[str] | None) -> list[str]:
+    """Return the names of those of `layers` that hold tensors; of some layers if None."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if name and (module._parameters or module._buffers)
+    ]
+    if layers is not None:
+        return [name for name in names if name in layers]
+    step = max(1, math.ceil(len(names) / _LAYERS))
+    return names[::step]
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """Return a network that computes on the CPU in float32 or float64: this one, or a copy."""
+    tensors = [tensor for _, tensor in _named_tensors(model)]
+    floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.ndim}
+    wide = torch.float64 if floating == {torch.float64} else torch.float32
+    # By accelerate, for mixed precision.
+    wrapped = "_original_forward" in vars(model)
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    if on_cpu and not wrapped and floating <= {wide}:
+        return model
+    model = copy.deepcopy(model)
+    if wrapped:
+        for name in ("forward", "_original_forward"):
+            vars(model).pop(name, None)
+    return model.to("cpu", wide)
+
+
+def _image(shape: tuple[int, ...]) -> Tensor:
+    """Numbers of mean 0 and variance 1, the same with every version of torch."""
+    mixed = torch.arange(math.prod(shape), device="cpu") * 2654435761 & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 15) * 2246822519 & 0xFFFFFFFF
+    mixed = mixed ^ mixed >> 13
+    return (mixed.double() / 2**31 - 1).mul_(3**0.5).float().reshape(shape)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.7g}")
