@@ -116,7 +116,7 @@ _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
 
 
 @dataclass
-class _Run:
+class _Answers:
     """What a network answered to some calls, and what its layers put out meanwhile.
 
     Attributes:
@@ -130,7 +130,7 @@ class _Run:
     boxes: bool
 
     @classmethod
-    def of(cls, model: Any, calls: Iterable[Call], layers: Iterable[str]) -> "_Run":
+    def of(cls, model: Any, calls: Iterable[Call], layers: Iterable[str]) -> "_Answers":
         """Make the calls, with the named layers watched."""
         kept: _Layers = {name: [] for name in layers}
 
@@ -199,10 +199,10 @@ class Reference:
             for call in calls:
                 parts = [call]
                 try:
-                    run = _Run.of(model, parts, self._layers)
+                    run = _Answers.of(model, parts, self._layers)
                     if run.boxes:
                         parts = parts_of_detector(model, call) or parts
-                        run = _Run.of(model, parts, self._layers)
+                        run = _Answers.of(model, parts, self._layers)
                 # Anything may come out of a network's own code.
                 except Exception as error:
                     refusals.append(error)
@@ -255,7 +255,7 @@ class Reference:
         left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
         try:
             with left_alone, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                run = _Run.of(other, self.parts, watched)
+                run = _Answers.of(other, self.parts, watched)
         except RetrofitError:
             raise
         except Exception as error:
