@@ -1,0 +1,70 @@
+"""What `ModuleValidator.fix` puts in the place of BatchNorm: plain layers that keep what was
+learned.
+"""
+
+from typing import Any
+
+import torch
+from opacus.validators import batch_norm
+from opacus.validators.utils import register_module_fixer
+from timm.layers import BatchNormAct2d, SyncBatchNormAct
+from torch import nn
+
+from retrofit.errors import UsageError
+from retrofit.surgery import convert, set_strength
+from retrofit.surgery.plain import plain_layer
+
+_TARGETS = ("frozen", "ln", "gn")
+_BATCH_NORMS = [
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    BatchNormAct2d,
+    SyncBatchNormAct,
+]
+
+
+@register_module_fixer(_BATCH_NORMS)
+def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
+    """Return plain layers that replace a torch or timm BatchNorm, with its statistics as constants.
+
+    Args:
+        module: The BatchNorm.
+        **kwargs: Arguments passed to `ModuleValidator.fix(model, ...)`. `to`: "frozen" keeps the
+            function exactly, as a constant affine map with trainable gamma and beta; "ln" and "gn"
+            normalize each sample, and stay close to the trained function. Default: "frozen" for a
+            trained layer, "ln" for an untrained one. `num_groups`: groups for "gn", which becomes
+            the default. `replace_bn_with_in`: use Opacus's own fixer.
+
+    Raises:
+        UsageError: If `to` is a target that Opacus cannot train.
+    """
+    if kwargs.get("replace_bn_with_in") or module.running_mean is None:
+        return _fixed_by_opacus(module, kwargs)
+    groups = kwargs.get("num_groups")
+    to = kwargs.get("to") or _default_target(module, groups)
+    if to not in _TARGETS:
+        raise UsageError(f"`to={to!r}` is nothing that Opacus trains here; choose frozen, ln or gn")
+    options: dict[str, Any] = {"groups": groups} if to == "gn" else {}
+    holder, _ = convert(nn.Sequential(module), to, check=False, **options)
+    if to != "frozen":
+        set_strength(holder, 1.0)
+    new = plain_layer(holder.get_submodule("0"))
+    assert new is not None
+    return new.train(module.training)
+
+
+def _fixed_by_opacus(module: Any, options: dict[str, Any]) -> nn.Module:
+    new: nn.Module = batch_norm.fix(module, **options)
+    if not hasattr(module, "act"):
+        return new
+    return nn.Sequential(new, module.drop, module.act)
+
+
+def _default_target(module: Any, groups: int | None) -> str:
+    if groups:
+        return "gn"
+    var = module.running_var
+    is_trained = bool(module.running_mean.any()) or not torch.equal(var, torch.ones_like(var))
+    return "frozen" if is_trained else "ln"

@@ -1,0 +1,258 @@
+"""Measure, on a network as it is trained, whether the gradient of a sample is its own.
+
+DP-SGD clips the gradient of each sample, which bounds what a sample can change only if no other
+sample's gradient depends on it. Opacus's validator judges trained layers by their class; here the
+network is run, so frozen parameters and code of one's own count too.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from opacus.grad_sample import AbstractGradSampleModule
+from torch import Tensor, nn
+
+from retrofit.compare import tensors_of
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.inputs import Call, Inputs, example_calls
+from retrofit.utils.running import copied, device_of, hooked, kept_values, put_back
+from retrofit.utils.text import ROOT, shortlist, with_class
+
+# Largest share of a gradient, or of an output, that float32 rounding explains.
+TOLERANCE = 1e-3
+# Samples whose gradients are compared.
+_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class BatchDependence:
+    """How much a sample's gradient depends on its companions, the other samples in its batch.
+
+    Attributes:
+        change: Largest change of a sample's gradient with other companions, as a share of its norm.
+        modules: Modules that mix the samples, innermost ones alone: by name, the largest change of
+            the output for a sample whose input stays the same, as a share of its norm.
+        classes: The classes of these modules, by name.
+    """
+
+    change: float
+    modules: Mapping[str, float]
+    classes: Mapping[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether each gradient is its sample's own, up to rounding."""
+        return self.change <= TOLERANCE
+
+    def __str__(self) -> str:
+        """The finding, in a sentence."""
+        if self.passed:
+            return f"each sample's gradient is its own (largest change with other companions: {self.change:.1g})"
+        finding = f"a sample's gradient changes by up to {self.change:.0%} with its companions in the batch"
+        if not self.modules:
+            return f"{finding}; no module takes samples as rows, so that none can be named"
+        named = [
+            f"{name} ({self.classes[name]}, output by {c:.0%})" for name, c in self.modules.items()
+        ]
+        return f"{finding}; what mixes the samples: {shortlist(named)}"
+
+
+def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDependence:
+    """Measure whether a sample's gradient depends on the other samples in its batch.
+
+        print(retrofit.opacus.check(model.train(), images))
+
+    Each of the first samples is run in its batch, and again among other companions. If no sample
+    mixes with others, the gradient of its loss stays the same. Otherwise Opacus's privacy guarantee
+    does not hold, whether or not the layer that mixes them is trained.
+
+    Args:
+        model: The network as your loop trains it, before `make_private`: in training mode, and with
+            BatchNorm in evaluation mode where your loop puts it there. It is copied, not changed.
+        inputs: A batch of 3 or more different samples: a tensor (N, *), a tuple of positional
+            arguments, or a mapping of keyword arguments. The network's outputs have N rows too.
+        strict: Whether to raise an error if the check fails.
+
+    Returns:
+        What was measured; printed, it is a sentence.
+
+    Raises:
+        UsageError: If the network is in evaluation mode or wrapped by Opacus, trains no parameter,
+            or the batch holds fewer than 3 samples or only equal ones.
+        RetrofitError: If the network does not take the inputs, gives no output per sample, or is
+            random beyond torch's seed; with `strict`, if a gradient depends on companions.
+    """
+    call = example_calls(model, inputs)[0]
+    _refuse_what_cannot_be_measured(model, call)
+    network = copied(model)
+    samples = range(min(_SAMPLES, call.batch))
+    change = max(_gradient_change(network, call, sample) for sample in samples)
+    changes = {} if change <= TOLERANCE else _mixing_modules(network, call)
+    classes = {name: type(network.get_submodule(_path(name))).__name__ for name in changes}
+    result = BatchDependence(change, changes, classes)
+    if strict and not result.passed:
+        raise RetrofitError(
+            f"{result}; call retrofit.freeze_norms(model) if that is BatchNorm, or ModuleValidator.fix(model)"
+        )
+    return result
+
+
+def _refuse_what_cannot_be_measured(model: nn.Module, call: Call) -> None:
+    if isinstance(model, AbstractGradSampleModule):
+        raise UsageError("Opacus wraps this network already; check it before `make_private`")
+    if not model.training:
+        raise UsageError(
+            "the network is in evaluation mode, in which nothing mixes samples; check it as your loop trains it, "
+            "after model.train()"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(
+            "no parameter of the network is trained; set requires_grad as your loop does"
+        )
+    if call.batch < 3:
+        raise UsageError(
+            f"`inputs` hold {call.batch} samples; give 3 or more, to exchange companions"
+        )
+    if _same(call, _with_other_companions(call, 0)):
+        raise UsageError("`inputs` hold equal samples alone; give different ones")
+
+
+def _with_other_companions(call: Call, sample: int) -> Call:
+    """Return the batch with one sample in its place and the next one in all other places."""
+    rows = torch.full((call.batch,), (sample + 1) % call.batch, device="cpu")
+    rows[sample] = sample
+    return call.select(rows)
+
+
+def _same(call: Call, other: Call) -> bool:
+    return all(map(torch.equal, call.tensors, other.tensors))
+
+
+def _gradient_change(network: nn.Module, call: Call, sample: int) -> float:
+    """Return how far the gradient of a sample's loss moves with its companions, as a share."""
+    gradient = _gradient(network, call, sample)
+    if sample == 0 and _share(gradient, _gradient(network, call, sample)) > TOLERANCE:
+        raise RetrofitError(
+            "the network gives another gradient each time for the same inputs and seed; make it deterministic"
+        )
+    return _share(gradient, _gradient(network, _with_other_companions(call, sample), sample))
+
+
+def _gradient(network: nn.Module, call: Call, sample: int) -> Tensor:
+    """Return the gradient of a loss of one sample by all trained parameters, flat.
+
+    The loss is the sum of y + y^2 / 2 over the sample's outputs y, whose derivative differs for
+    every output, as that of any usual loss does.
+    """
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    buffers = kept_values(network.buffers())
+    with torch.enable_grad(), _seeded_apart(network):
+        try:
+            outputs = list(tensors_of(call.on(network)))
+        # anything may come out of a network's own code
+        except Exception as error:
+            raise RetrofitError(
+                f"the network did not take the `inputs` ({with_class(error)})"
+            ) from error
+        finally:
+            put_back(buffers)
+        rows = [y[sample] for y in outputs if _has_rows(y, call.batch) and y.requires_grad]
+        if not rows:
+            raise RetrofitError(
+                f"the network's answer holds no tensor with a row for each of the {call.batch} samples; give it inputs "
+                "for which it answers with outputs, not with a loss"
+            )
+        loss = torch.stack([(y + y.square() / 2).sum() for y in map(_real, rows)]).sum()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    present = [gradient.flatten().double() for gradient in gradients if gradient is not None]
+    return torch.cat(present) if present else torch.zeros(1, dtype=torch.float64)
+
+
+def _real(y: Tensor) -> Tensor:
+    return torch.view_as_real(y) if y.is_complex() else y
+
+
+def _seeded_apart(network: nn.Module) -> Any:
+    """Let a call seed its random numbers, and leave the caller's state as it was."""
+    device = device_of(network)
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+
+
+def _has_rows(value: Any, batch: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch
+
+
+def _share(value: Tensor, other: Tensor) -> float:
+    """Return |value - other| / |value|, 0 for two zeros."""
+    distance = float((value - other).norm())
+    return distance / max(float(value.norm()), 1e-30) if distance else 0.0
+
+
+def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
+    """Return, by name, the innermost modules whose output for a sample depends on the others.
+
+    Each is run by itself on what it gets, and again with the rows of other samples exchanged.
+    """
+    changes: dict[str, float] = {}
+    probe = _Probe(call.batch, changes)
+    hooks = (
+        module.register_forward_pre_hook(partial(probe, name or ROOT), with_kwargs=True)
+        for name, module in network.named_modules()
+    )
+    buffers = kept_values(network.buffers())
+    with torch.no_grad(), _seeded_apart(network), hooked(hooks):
+        call.on(network)
+    put_back(buffers)
+    mixing = {name: change for name, change in changes.items() if change > TOLERANCE}
+    return {
+        name: change
+        for name, change in mixing.items()
+        if not any(_is_inside(other, name) for other in mixing)
+    }
+
+
+def _path(name: str) -> str:
+    return "" if name == ROOT else name
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return name != outer and (outer == ROOT or name.startswith(f"{outer}."))
+
+
+class _Probe:
+    """Runs a module twice on what it is about to get; as a hook before its call."""
+
+    def __init__(self, batch: int, changes: dict[str, float]) -> None:
+        self._batch = batch
+        self._changes = changes
+        self._probing = False
+
+    def __call__(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        call = Call(args, kwargs)
+        # What the hooks of its children see in a probe is not what the network gives them.
+        if self._probing or call.batch != self._batch:
+            return
+        self._probing = True
+        # A module that does not take the other rows, for reasons of its own, is not named.
+        with suppress(Exception):
+            change = max(self._output_change(module, call, sample) for sample in (0, 1))
+            self._changes[name] = max(change, self._changes.get(name, 0.0))
+        self._probing = False
+
+    def _output_change(self, module: nn.Module, call: Call, sample: int) -> float:
+        outputs = self._rows(module, call, sample)
+        others = self._rows(module, _with_other_companions(call, sample), sample)
+        return max(
+            (_share(y, other) for y, other in zip(outputs, others, strict=True)), default=0.0
+        )
+
+    def _rows(self, module: nn.Module, call: Call, sample: int) -> list[Tensor]:
+        buffers = kept_values(module.buffers())
+        with _seeded_apart(module):
+            outputs = list(tensors_of(call.on(module.forward)))
+        put_back(buffers)
+        return [y[sample].double() for y in outputs if _has_rows(y, self._batch)]

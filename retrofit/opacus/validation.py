@@ -1,0 +1,178 @@
+"""What Opacus's validators say of our layers, and of layers that mix samples without being trained.
+
+Opacus has a registry of validators, which hears of trained layers of the registered class alone. So
+its checks of a whole network, `ModuleValidator.validate` and `GradSampleHooks.validate`, are
+replaced by ours, which call them. There is no registry for these. The same holds for
+`GradSampleHooks.add_hooks`, in front of which in-place activations are turned off.
+"""
+
+from typing import Any
+
+from opacus.grad_sample.grad_sample_module import GradSampleHooks
+from opacus.utils.module_utils import has_trainable_params, trainable_modules
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import (
+    IllegalModuleConfigurationError,
+    ShouldReplaceModuleError,
+    UnsupportedModuleError,
+)
+from opacus.validators.utils import register_module_validator
+from timm.layers import BatchNormAct2d, SyncBatchNormAct
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from retrofit.layers import ProxyNorm
+from retrofit.layers.batch_norm import RunningNormality
+from retrofit.layers.frozen_batch_norm import ConstantAffine
+from retrofit.opacus.layer_kinds import OF_BATCHES, OF_SAMPLES
+from retrofit.utils.text import ROOT, shortlist
+
+opacus_validate: Any = ModuleValidator.validate
+_opacus_add_hooks = GradSampleHooks.add_hooks
+
+
+@register_module_validator([*OF_BATCHES, BatchNormAct2d, SyncBatchNormAct])
+def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
+    name = type(module).__name__
+    if getattr(module, "frozen", False):
+        return [
+            IllegalModuleConfigurationError(
+                f"{name} is frozen, and Opacus gives what evaluates no gradients of its samples; set requires_grad of "
+                "its weight and bias to False, or convert the source network to frozen"
+            )
+        ]
+    remedy = "ModuleValidator.fix(model) replaces it"
+    if type(module) in OF_BATCHES:
+        remedy = "convert the source network to ln, gn or frozen instead"
+    return [
+        ShouldReplaceModuleError(
+            f"{name} normalizes each sample by its batch, so no gradient is one's own; {remedy}"
+        )
+    ]
+
+
+@register_module_validator(OF_SAMPLES)
+def _refuse_randomness(module: Any) -> list[UnsupportedModuleError]:
+    """Refuse running statistics that move in training, and noise: gradients come from a second run
+    of the layer.
+    """
+    name = type(module).__name__
+    if isinstance(module, RunningNormality) and module.track_running_stats:
+        return [
+            ShouldReplaceModuleError(
+                f"{name} averages statistics of private samples; build it without tracking"
+            )
+        ]
+    if getattr(module, "noise", 0) > 0:
+        return [
+            IllegalModuleConfigurationError(f"{name} adds noise of its own; set its noise to 0")
+        ]
+    dropout = getattr(module, "drop", None)
+    if getattr(dropout, "p", 0) or getattr(dropout, "drop_prob", 0):
+        return [
+            IllegalModuleConfigurationError(
+                f"{name} holds a dropout; set its `drop` to nn.Identity()"
+            )
+        ]
+    return []
+
+
+def _over_batches(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the layers that normalize by the batch as they stand, whether or not they
+    are trained.
+    """
+    return {
+        name or ROOT: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    }
+
+
+def _refusal(layers: dict[str, nn.Module]) -> str:
+    classes = shortlist(sorted({type(layer).__name__ for layer in layers.values()}))
+    remedy = "call retrofit.freeze_norms(model), or convert the source network to frozen"
+    if any(layer.running_mean is None for layer in layers.values()):
+        remedy = (
+            "build those without running statistics with track_running_stats=True and train them; "
+            f"then {remedy}"
+        )
+    return f"{classes} normalizes each sample by its batch, trained or not ({shortlist(list(layers))}); {remedy}"
+
+
+def _validate_network(
+    cls: type[ModuleValidator], module: nn.Module, *, strict: bool = False
+) -> list[UnsupportedModuleError]:
+    """Opacus's check of the trained layers, and ours of the others: they too mix the samples."""
+    errors: list[UnsupportedModuleError] = opacus_validate(module)
+    judged = {layer for _, layer in trainable_modules(module) if type(layer) in cls.VALIDATORS}
+    mixing = {name: layer for name, layer in _over_batches(module).items() if layer not in judged}
+    if mixing:
+        errors.append(ShouldReplaceModuleError(_refusal(mixing)))
+    if strict and errors:
+        raise UnsupportedModuleError(errors)
+    return errors
+
+
+def _validate_hooks(
+    cls: type, module: nn.Module, *, strict: bool = False
+) -> list[NotImplementedError]:
+    """Opacus's check for buffers, which may hold statistics, but those of our layers count as
+    constants.
+
+    Layers that mix the samples are refused too, trained or not.
+    """
+    mixing = _over_batches(module)
+    errors = _errors_of_buffers(module, {*mixing.values()})
+    if mixing:
+        errors.append(NotImplementedError(_refusal(mixing)))
+    errors += _errors_of_proxies(module)
+    if strict and errors:
+        raise NotImplementedError(errors)
+    return errors
+
+
+def _errors_of_buffers(model: nn.Module, mixing: set[nn.Module]) -> list[NotImplementedError]:
+    """Return an error for each trained layer with buffers that are no constants of ours."""
+    constants = {
+        id(buffer)
+        for layer in model.modules()
+        if type(layer) in (*OF_SAMPLES, ConstantAffine)
+        for buffer in layer.buffers()
+    }
+    return [
+        NotImplementedError(
+            f"{name or 'the model'} ({type(layer).__name__}) is trained and holds buffers"
+        )
+        for name, layer in trainable_modules(model)
+        if layer not in mixing and any(id(buffer) not in constants for buffer in layer.buffers())
+    ]
+
+
+def _errors_of_proxies(model: nn.Module) -> list[NotImplementedError]:
+    """Return an error for each proxy without trained parameters that hands its norm a gradient."""
+    errors = []
+    for name, layer in model.named_modules():
+        if not isinstance(layer, ProxyNorm) or layer.norm is None or has_trainable_params(layer):
+            continue
+        if has_trainable_params(layer.norm) and layer not in layer.norm.modules():
+            errors.append(
+                NotImplementedError(
+                    f"{name} gives gamma and beta a gradient but has no parameters trained: no hook reaches it"
+                )
+            )
+    return errors
+
+
+def _add_hooks(self: GradSampleHooks, **options: Any) -> None:
+    """Opacus's hooks, on modules that leave their input as it is: an output behind a hook cannot be
+    changed in place.
+    """
+    for module in self._module.modules():
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False
+    _opacus_add_hooks(self, **options)
+
+
+ModuleValidator.validate = classmethod(_validate_network)
+GradSampleHooks.validate = classmethod(_validate_hooks)
+GradSampleHooks.add_hooks = _add_hooks

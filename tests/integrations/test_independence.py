@@ -1,0 +1,179 @@
+"""Per-sample gradients that depend on the rest of the batch, measured on networks as they train."""
+
+from typing import Any
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn
+
+import retrofit
+import retrofit.opacus
+from retrofit.errors import RetrofitError, UsageError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Secure RNG turned off")]
+
+X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def network(norm: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        norm,
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.LazyLinear(4),
+    )
+
+
+def with_frozen_parameters(norm: nn.Module) -> nn.Module:
+    model = network(norm)
+    norm.requires_grad_(False)
+    model(X)
+    return model.train()
+
+
+def test_a_batch_norm_without_trained_parameters_is_found() -> None:
+    """Opacus's own validator, which looks at trained layers, finds nothing here."""
+    model = with_frozen_parameters(nn.BatchNorm2d(8))
+    assert retrofit.opacus.validation.opacus_validate(model) == []
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    result = retrofit.opacus.check(model, X)
+    assert not result.passed
+    assert list(result.modules) == ["1"]
+    assert result.change > 0.1
+    assert "1 (BatchNorm2d, output by" in str(result)
+    with pytest.raises(RetrofitError, match=r"changes by up to \d+% with its companions"):
+        retrofit.opacus.check(model, X, strict=True)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def gradient_of_the_first(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)[0]
+    loss = (y + y.square() / 2).sum()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)])
+
+
+def test_the_change_is_that_of_a_gradient_by_autograd() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
+    change = max(
+        float((own - other).norm() / own.norm())
+        for i in range(4)
+        for own, other in [
+            (
+                gradient_of_the_first(model, X[[i, *(j for j in range(6) if j != i)]]),
+                gradient_of_the_first(model, X[[i, *[i + 1] * 5]]),
+            )
+        ]
+    )
+    assert retrofit.opacus.check(model, X).change == pytest.approx(change, rel=1e-3)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 8), nn.InstanceNorm2d(8), nn.Identity()])
+def test_what_normalizes_each_sample_passes(norm: nn.Module) -> None:
+    result = retrofit.opacus.check(with_frozen_parameters(norm), X, strict=True)
+    assert result.passed
+    assert result.modules == {}
+    assert "each sample's gradient is its own" in str(result)
+
+
+@pytest.mark.parametrize("to", ["frozen", "ln"])
+def test_converted_and_fixed_networks_pass(to: str) -> None:
+    model = network(nn.BatchNorm2d(8))
+    model(X)
+    fixed = ModuleValidator.fix(model, to=to).train()
+    assert retrofit.opacus.check(fixed, X).passed
+    converted, _ = retrofit.convert(model, to, inputs=X)
+    assert retrofit.opacus.check(converted.train(), X).passed
+
+
+def test_batch_norm_in_evaluation_mode_inside_a_training_network_passes() -> None:
+    model = with_frozen_parameters(nn.BatchNorm2d(8))
+    model[1].eval()
+    assert retrofit.opacus.check(model, X).passed
+
+
+class Centred(nn.Module):
+    """Mixes the samples in code of its own, between two layers that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(192, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.flatten(1))
+        return self.last(h - h.mean(0))
+
+
+def test_code_of_ones_own_is_named_by_the_module_that_holds_it() -> None:
+    model = nn.Sequential(nn.Identity(), Centred())
+    assert list(retrofit.opacus.check(model, X).modules) == ["1"]
+
+
+class Pair(nn.Module):
+    """Takes keyword arguments, an index among them, and answers with a mapping."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.norm = norm
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, *, ids: Tensor, values: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.head(self.norm(torch.cat([self.words(ids), values], 1)))}
+
+
+@pytest.mark.parametrize(("norm", "passed"), [(nn.LayerNorm(8), True), (nn.BatchNorm1d(8), False)])
+def test_mappings_of_inputs_and_outputs(norm: nn.Module, passed: bool) -> None:
+    inputs = {"ids": torch.arange(5), "values": torch.randn(5, 4)}
+    result = retrofit.opacus.check(Pair(norm), inputs)
+    assert result.passed == passed
+    assert list(result.modules) == ([] if passed else ["norm"])
+
+
+class Unseeded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(192, 2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x.flatten(1)) * self.calls
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "error", "words"),
+    [
+        (network(nn.Identity()).eval(), X, UsageError, "in evaluation mode"),
+        (network(nn.Identity()), X[:2], UsageError, "give 3 or more"),
+        (network(nn.Identity()), X[:1].repeat(4, 1, 1, 1), UsageError, "equal samples alone"),
+        (nn.Sequential(nn.Flatten()), X, UsageError, "no parameter of the network is trained"),
+        (nn.Conv2d(4, 2, 1), X, RetrofitError, "did not take the `inputs`"),
+        (Unseeded(), X, RetrofitError, "another gradient each time"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    model: nn.Module, inputs: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        retrofit.opacus.check(model, inputs)
+
+
+def test_a_network_that_opacus_wraps_is_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), batch_size=3)
+    private, *_ = PrivacyEngine().make_private(
+        module=model, optimizer=optimizer, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    with pytest.raises(UsageError, match="check it before `make_private`"):
+        retrofit.opacus.check(private, X)
