@@ -27,9 +27,9 @@ class TransformersStrength(Walk, TrainerCallback, ExportableState):
         **_: Any,
     ) -> None:
         """Start the schedule, or continue it."""
-        own = state.stateful_callbacks.get(type(self).__name__)
-        if state.global_step and isinstance(own, dict):
-            self.load_state_dict(own.get("attributes", {}))
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and isinstance(saved, dict):
+            self.load_state_dict(saved.get("attributes", {}))
         self.begin(model, state.max_steps, state.global_step)
 
     def on_step_end(

@@ -9,19 +9,21 @@ from retrofit.finetune.strength_schedule import StrengthSchedule
 
 
 class Walk:
-    """What the callbacks share: at each optimizer step the layers get the strength that the
-    schedule has for it.
+    """Sets the layers to the strength that the schedule has for each optimizer step.
 
-    A UsageError says that the way leads back, before which constants are estimated anew: a callback
-    has no images.
+    Args:
+        **options: Arguments of `StrengthSchedule`, all but the model.
+
+    Raises:
+        UsageError: If the shape is "there-and-back": at its turn constants are estimated on images,
+            and a callback has none.
     """
 
     def __init__(self, **options: Any) -> None:
         if options.get("shape") == "there-and-back":
-            what = "a callback cannot go there-and-back, which needs `retrofit.recentre` on images at its turn"
-            own = "`StrengthSchedule` in a loop of your own"
             raise UsageError(
-                f"{what}; take `retrofit finetune --strength-sched there-and-back`, or {own}"
+                "a callback cannot go there-and-back, which needs `retrofit.recentre` on images at its turn; take "
+                "`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule` in a loop of your own"
             )
         self.options = options
         self._schedule: StrengthSchedule | None = None
@@ -44,17 +46,14 @@ class Walk:
         strength since.
         """
         if self._schedule is not None:
-            self._schedule.load_state_dict(
-                {**self._schedule.state_dict(), **self._state, "steps": step}
-            )
+            state = {**self._schedule.state_dict(), **self._state, "steps": step}
+            self._schedule.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return (
-            self._state
-            if self._schedule is None
-            else {"starts": self._schedule.state_dict()["starts"]}
-        )
+        if self._schedule is None:
+            return self._state
+        return {"starts": self._schedule.state_dict()["starts"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from another run's state, when it begins."""

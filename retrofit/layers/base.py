@@ -40,10 +40,8 @@ class NormalityMixin(StrengthMixin):
     """
 
     paper_noise: ClassVar[float] = 0.4
-    per_channel: ClassVar[bool] = (
-        # whether gamma and beta, (C,), belong to dimension 1 of the input
-        True
-    )
+    # Whether gamma and beta, (C,), belong to dimension 1 of the input.
+    per_channel: ClassVar[bool] = True
 
     def _register_options(
         self,
@@ -79,9 +77,7 @@ class NormalityMixin(StrengthMixin):
         """Return what the layer asks of `normalize`."""
         noise = self.noise if self.training else 0.0
         kind = noise, self.noise_kind, self.alpha
-        return Normalization(
-            self._sets(), self.per_channel, vars(self)["eps"], *kind, group, running
-        )
+        return Normalization(self._sets(), self.per_channel, self.plain_eps, *kind, group, running)
 
     def _form(self) -> list[nn.Module]:
         """Return the operations of the layer in evaluation: by its running statistics, or an
@@ -94,9 +90,7 @@ class NormalityMixin(StrengthMixin):
             return [self._source_form()]
         layer: Any = self
         affine = layer.weight, layer.bias
-        return [
-            EstimatedTransform(self._sets(), vars(self)["eps"], alpha, affine, self.per_channel)
-        ]
+        return [EstimatedTransform(self._sets(), self.plain_eps, alpha, affine, self.per_channel)]
 
     def _source_form(self) -> nn.Module:
         return constants_of(self._build_source(library_class(self.source_name)), self)
@@ -133,53 +127,66 @@ class NormalityMixin(StrengthMixin):
 
 
 def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the lambda estimates of each normality-normalized layer of a network in evaluation,
-    whatever its strength.
+    """Return the lambda of each normality-normalized layer, whatever its strength.
 
-    By layer name, in the order of registration, one value a normalized set: the running average
-    where the layer keeps one, else the estimates on `images`, (N, C, H, W). Without images the
-    layers that need them are left out.
+    Args:
+        model: A network in evaluation mode.
+        images: What the network is run on, (N, C, H, W), for layers that keep no running average;
+            without images they are left out.
+
+    Returns:
+        By layer name, in the order of registration, one value for each normalized set: the running
+        average, or the estimates on the images.
     """
-    layers = {
-        name: module for name, module in model.named_modules() if isinstance(module, NormalityMixin)
-    }
-    running = {name: getattr(layer, "running_lambda", None) for name, layer in layers.items()}
-    values = {
-        name: [] if kept is None else [kept.detach().float().cpu()]
-        for name, kept in running.items()
-    }
-
-    def collect(found: list[Tensor], layer: NormalityMixin, inputs: tuple[Tensor, ...]) -> None:
-        sets, dim = layer._sets()(inputs[0].float())
-        var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
-        found.append(
-            estimate((sets - mean) * torch.rsqrt(var + vars(layer)["eps"]), dim).flatten().cpu()
+    named = model.named_modules()
+    layers = {name: layer for name, layer in named if isinstance(layer, NormalityMixin)}
+    estimates: dict[str, list[Tensor]] = {name: [] for name in layers}
+    estimating: dict[str, NormalityMixin] = {}
+    for name, layer in layers.items():
+        running_lambda = getattr(layer, "running_lambda", None)
+        if running_lambda is None:
+            estimating[name] = layer
+        else:
+            estimates[name].append(running_lambda.detach().float().cpu())
+    if images is not None and estimating:
+        hooks = (
+            layer.register_forward_pre_hook(partial(_collect_estimate, estimates[name]))
+            for name, layer in estimating.items()
         )
-
-    if images is not None and not all(values.values()):
-        estimating = [(layers[name], found) for name, found in values.items() if not found]
-        with (
-            hooked(
-                one.register_forward_pre_hook(partial(collect, found)) for one, found in estimating
-            ),
-            torch.no_grad(),
-        ):
+        with hooked(hooks), torch.no_grad():
             model(images)
-    return {name: torch.cat(found) for name, found in values.items() if found}
+    return {name: torch.cat(values) for name, values in estimates.items() if values}
+
+
+def _collect_estimate(
+    estimates: list[Tensor], layer: NormalityMixin, inputs: tuple[Tensor, ...]
+) -> None:
+    sets, dim = layer._sets()(inputs[0].float())
+    var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
+    h = (sets - mean) * torch.rsqrt(var + layer.plain_eps)
+    estimates.append(estimate(h, dim).flatten().cpu())
 
 
 check_alpha = partial(within_one, "alpha", "0 is no transform, 1 the paper's")
 
 
 def check_noise(noise: float) -> float:
-    """Return `noise` if it is finite and not negative."""
+    """Return `noise` if it is finite and not negative.
+
+    Raises:
+        UsageError: If it is not.
+    """
     if not 0.0 <= noise < float("inf"):
         raise UsageError(f"noise must be a finite number >= 0, not {noise}; 0 turns it off")
     return float(noise)
 
 
 def check_noise_kind(kind: NoiseKind) -> NoiseKind:
-    """Return `kind` if there is noise of that kind."""
+    """Return `kind` if there is noise of that kind.
+
+    Raises:
+        UsageError: If there is none.
+    """
     if kind not in get_args(NoiseKind):
         raise UsageError(
             f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}"

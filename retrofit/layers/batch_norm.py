@@ -62,9 +62,8 @@ class EpsOfNoBatchNorm:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
-        next(
-            value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)
-        )._refuse()
+        values = *args, *(kwargs or {}).values()
+        next(value for value in values if isinstance(value, cls))._refuse()
 
 
 class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
@@ -88,22 +87,31 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        vars(self).update(
-            eps=value, _eps=value
-        )  # torch's `extra_repr` reads the first, our layers the second
+        # torch's `extra_repr` reads the first, our layers the second, which no property hides.
+        vars(self).update(eps=value, _eps=value)
+
+    @property
+    def plain_eps(self) -> float:
+        return self._eps
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer; for a frozen one, which that would thaw, its constants and
         gamma and beta.
         """
         plain = super().plain_layer()
-        return (
-            (None, trained_affine(self)) if self.frozen and self.running_mean is not None else plain
-        )
+        if self.frozen and self.running_mean is not None:
+            return None, trained_affine(self)
+        return plain
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return the children; freeze or thaw if timm's function calls, refuse one that would
         replace the layer.
+
+        These functions take any `_BatchNorm` for one, and look at its class, attributes and
+        children alone, as harmless code does. Only the caller's name tells them apart.
+
+        Raises:
+            RetrofitError: If the caller puts a plain BatchNorm in the layer's place.
         """
         caller = sys._getframe(1).f_code.co_name
         if caller in _INSTEAD:
@@ -198,7 +206,7 @@ class RunningStatistics(StrengthMixin, _NormBase):
             "track_running_stats": self.track_running_stats,
             "device": "meta",
         }
-        new: nn.Module = cls(self.num_features, vars(self)["eps"], self.momentum, **options)
+        new: nn.Module = cls(self.num_features, self.plain_eps, self.momentum, **options)
         return new
 
 
@@ -222,7 +230,7 @@ class RunningNormality(NormalityMixin, RunningStatistics):
             return None
         layer: Any = self
         constant = ChannelMap.of(
-            self.running_mean, layer.running_var, vars(self)["eps"], self.weight, self.bias
+            self.running_mean, layer.running_var, self.plain_eps, self.weight, self.bias
         )
         return replace(
             constant, lmbda=1 + self.effective_alpha.double() * (layer.running_lambda.double() - 1)
@@ -237,7 +245,7 @@ class RunningNormality(NormalityMixin, RunningStatistics):
             layer.running_mean,
             layer.running_var,
             (self.weight, self.bias),
-            vars(self)["eps"],
+            self.plain_eps,
         )
         lmbda = 1 + self.effective_alpha * (layer.running_lambda - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.

@@ -27,11 +27,13 @@ class ChannelMap:
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> "ChannelMap":
+        """Return the map of a normalization by constant statistics, then gamma and beta."""
         scale = torch.rsqrt(var.detach().double() + eps)
-        ones = torch.ones_like(scale)
-        gamma = ones if weight is None else weight.detach().double()
-        beta = 0 * ones if bias is None else bias.detach().double()
-        return cls(scale, -mean.detach().double() * scale, ones, gamma, beta)
+        shift = -mean.detach().double() * scale
+        lmbda = torch.ones_like(scale)
+        gamma = torch.ones_like(scale) if weight is None else weight.detach().double()
+        beta = torch.zeros_like(scale) if bias is None else bias.detach().double()
+        return cls(scale, shift, lmbda, gamma, beta)
 
     @property
     def is_affine(self) -> bool:
@@ -57,7 +59,7 @@ class LinearMap:
     # (C_out,)
     bias: Tensor | None
     transposed: bool = False
-    # whether zeros beside the input count in the output
+    # Whether zeros beside the input count in the output.
     pads_zeros: bool = False
 
     @classmethod
@@ -69,11 +71,16 @@ class LinearMap:
         transposed: bool,
         pads_zeros: bool = False,
     ) -> "LinearMap":
+        """Return the map of a layer by its weight, as torch lays it out."""
         weight = weight.double().unflatten(0, (groups, -1))
-        weight = weight.transpose(1, 2) if transposed else weight
-        return cls(weight, None if bias is None else bias.double(), transposed, pads_zeros)
+        if transposed:
+            weight = weight.transpose(1, 2)
+        if bias is not None:
+            bias = bias.double()
+        return cls(weight, bias, transposed, pads_zeros)
 
     def torch_weight(self) -> Tensor:
+        """Return the weight as torch lays it out."""
         return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
 
     def then(self, scale: Tensor, shift: Tensor) -> "LinearMap":
@@ -81,23 +88,26 @@ class LinearMap:
         Padding is no matter.
         """
         groups, out, _, *size = self.weight.shape
+        weight = self.weight * scale.view(groups, out, 1, *(1 for _ in size))
+        bias = None
         if self.bias is not None:
-            shift = scale * self.bias + shift
-        bias = shift if self.bias is not None or bool(shift.any()) else None
-        return replace(
-            self, weight=self.weight * scale.view(groups, out, 1, *(1 for _ in size)), bias=bias
-        )
+            bias = scale * self.bias + shift
+        elif bool(shift.any()):
+            bias = shift
+        return replace(self, weight=weight, bias=bias)
 
     def after(self, scale: Tensor, shift: Tensor) -> "LinearMap":
         """Return the layer that takes x where this one takes scale * x + shift; (C_in,) each. If
         this one counts zeros beside its input, only a shift of 0 is right.
         """
         groups, _, inner, *size = self.weight.shape
-        shape, bias = (groups, 1, inner, *(1 for _ in size)), self.bias
+        shape = (groups, 1, inner, *(1 for _ in size))
+        weight = self.weight * scale.view(shape)
+        bias = self.bias
         if bool(shift.any()):
             moved = (self.weight * shift.view(shape)).flatten(2).sum(2).flatten()
             bias = moved if bias is None else bias + moved
-        return replace(self, weight=self.weight * scale.view(shape), bias=bias)
+        return replace(self, weight=weight, bias=bias)
 
     def then_groups(self, matrix: "LinearMap") -> "LinearMap | None":
         """Return the layer that is this one and then `matrix`, a convolution of size 1 with as many
@@ -107,7 +117,8 @@ class LinearMap:
         groups, size = matrix.weight.shape[:2]
         if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:
             return None
-        factor, bias = matrix.weight.view(groups, size, size), matrix.bias
+        factor = matrix.weight.view(groups, size, size)
+        bias = matrix.bias
         weight = (factor @ self.weight.reshape(groups, size, -1)).view(self.weight.shape)
         if self.bias is not None:
             moved = (factor @ self.bias.view(groups, size, 1)).flatten()

@@ -14,8 +14,10 @@ from retrofit.errors import RetrofitError
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.forms import channel_form, constant_copy, in_sequence
 
-# in the name of a buffer that holds one
+# The name of the buffer that holds a setting begins with it.
 _SETTING = "setting_"
+# Methods by which a class with a forward of its own answers for itself.
+_ANSWERS = {"_form", "_sets", "channel_map", "fused_modules"}
 
 
 class ConvertedLayer(nn.Module):
@@ -26,25 +28,24 @@ class ConvertedLayer(nn.Module):
     and what is no longer a layer can neither be set to a strength nor converted or exported.
     """
 
-    source_name: ClassVar[str] = (
-        # class of the layer at strength 0: torch's of that name, else timm's
-        ""
-    )
+    # Class of the layer at strength 0: torch's of that name, else timm's.
+    source_name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let forward record itself, and let no class with a forward of its own inherit another's
         answers.
         """
         super().__init_subclass__(**kwargs)
-        own = vars(cls).keys()
-        if "forward" in own and not own & {"_form", "_sets", "channel_map", "fused_modules"}:
-            answers = {"channel_map": ConvertedLayer.channel_map, "inference_form": constant_copy}
-            for name, answer in {
-                **answers,
+        defined = vars(cls).keys()
+        if "forward" in defined and not defined & _ANSWERS:
+            answers = {
+                "channel_map": ConvertedLayer.channel_map,
+                "inference_form": constant_copy,
                 "source_layer": _not_plain,
                 "plain_layer": _not_plain,
-            }.items():
-                setattr(cls, name, vars(cls).get(name, answer))
+            }
+            for name in answers.keys() - defined:
+                setattr(cls, name, answers[name])
         forward: Callable[..., Any] = cls.forward
         if forward is not _forward_unimplemented and not hasattr(forward, "_records_itself"):
             cls.forward = _recording(forward)
@@ -60,11 +61,14 @@ class ConvertedLayer(nn.Module):
     def source_layer(self) -> nn.Module:
         """Return the library's layer that this one is at strength 0, with its tensors, dropout and
         activation.
+
+        Raises:
+            RetrofitError: If no library has such a layer.
         """
-        fused = isinstance(self, _ThenActivate)
-        new = self._build_source(
-            library_class(self.source_name.replace("Norm", "NormAct" if fused else "Norm"))
-        )
+        name = self.source_name
+        if isinstance(self, _ThenActivate):
+            name = name.replace("Norm", "NormAct")
+        new = self._build_source(library_class(name))
         for name in ("weight", "bias"):
             new.register_parameter(name, getattr(self, name))
         statistics = ("running_mean", "running_var", "num_batches_tracked")
@@ -80,13 +84,13 @@ class ConvertedLayer(nn.Module):
         raise NotImplementedError
 
     def channel_map(self) -> ChannelMap | None:
-        """Return what the layer computes in evaluation before dropout and activation, if a constant
-        map per channel.
+        """Return what the layer computes in evaluation, before dropout and activation, if that is
+        a constant map per channel.
         """
         return None
 
     def affine_map(self) -> tuple[Tensor, Tensor] | None:
-        """Return (scale, shift), (C,) in float64, of the same if it is affine."""
+        """Return (scale, shift), (C,) each in float64, of `channel_map` if it is affine."""
         constant = self.channel_map()
         return constant.affine() if constant is not None and constant.is_affine else None
 
@@ -108,9 +112,14 @@ class ConvertedLayer(nn.Module):
         return channel_form(constant)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
-        """Return what trains the same parameters in layers of torch and timm: a constant affine map
-        of the input, (C,) each in float64, or None, and the layer behind it. A RetrofitError says
-        why there is none.
+        """Return what trains the same parameters in layers of torch and timm.
+
+        Returns:
+            A constant affine map of the input, (scale, shift), (C,) each in float64, or None; and
+            the layer behind it.
+
+        Raises:
+            RetrofitError: If no such layers compute what this one does.
         """
         return None, self.source_layer()
 
@@ -173,26 +182,34 @@ def hold_settings(
     module: nn.Module, settings: Mapping[str, Callable[[float], Any]], device: Any = None
 ) -> None:
     """Let the state dict of a layer hold attributes that its function depends on and no shape
-    shows, each as a 0-dim buffer: `layer.groups` as `setting_groups`. A layer that loads another's
-    state dict becomes that function; a state dict that lacks the setting leaves the layer's own.
-    `settings` has for each attribute a function that makes its value of a stored number, or raises
-    a ValueError.
+    shows, each as a 0-dim buffer: `layer.groups` as `setting_groups`.
+
+    A layer that loads another's state dict becomes that function; a state dict that lacks the
+    setting leaves the layer's own.
+
+    Args:
+        module: The layer.
+        settings: For each attribute, a function that makes its value of a stored number, or raises
+            a ValueError.
+        device: Where the buffers lie.
     """
-    if not isinstance(
-        module, ConvertedLayer
-    ):  # which takes its source's hooks, and does this by its methods
+    # A converted layer takes over its source's hooks, so it does this by its methods.
+    if not isinstance(module, ConvertedLayer):
         module.register_state_dict_pre_hook(_write_settings)
         module.register_load_state_dict_pre_hook(_read_settings)
     vars(module)["_held_settings"] = dict(settings)
     for name in settings:
         module.register_buffer(_SETTING + name, torch.zeros((), dtype=torch.float32, device=device))
-    # a trace saves the buffers as they are
+    # A trace saves the buffers as they are.
     _write_settings(module)
 
 
 def check_groups(channels: int, groups: float) -> int:
     """Return the whole number of groups if it divides the channels; averages of state dicts are
     rounded.
+
+    Raises:
+        ValueError: If it does not.
     """
     whole = round(groups)
     if abs(groups - whole) > 1e-3 or whole < 1 or channels % whole:
@@ -204,10 +221,12 @@ def check_groups(channels: int, groups: float) -> int:
 def _write_settings(module: nn.Module, *_: Any) -> None:
     """Bring the buffers up to date with the attributes, before they are saved."""
     for name in vars(module).get("_held_settings", ()):
-        value, buffer = getattr(module, name), module.get_buffer(_SETTING + name)
-        module._buffers[_SETTING + name] = (
-            torch.full_like(buffer, value) if buffer.is_inference() else buffer.fill_(value)
-        )
+        value = getattr(module, name)
+        buffer = module.get_buffer(_SETTING + name)
+        if buffer.is_inference():
+            module._buffers[_SETTING + name] = torch.full_like(buffer, value)
+        else:
+            buffer.fill_(value)
 
 
 def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -216,18 +235,19 @@ def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     """
     _write_settings(module)
     for name, check in vars(module).get("_held_settings", {}).items():
-        key, own = (
-            prefix + _SETTING + name,
-            torch.tensor(getattr(module, name), dtype=torch.float32, device="cpu"),
-        )
+        key = prefix + _SETTING + name
         stored = state_dict.setdefault(key, module._buffers[_SETTING + name])
         if not isinstance(stored, Tensor) or stored.numel() != 1 or stored.is_meta:
             continue
-        if (number := stored.item()) != own.to(stored.dtype).item():
-            try:
-                setattr(module, name, check(number))
-            except (ValueError, OverflowError) as error:
-                rest[-1].append(f"{key} holds {number}: {error}")
+        number = stored.item()
+        held = torch.tensor(getattr(module, name), dtype=torch.float32, device="cpu")
+        if number == held.to(stored.dtype).item():
+            continue
+        try:
+            setattr(module, name, check(number))
+        except (ValueError, OverflowError) as error:
+            error_messages = rest[-1]
+            error_messages.append(f"{key} holds {number}: {error}")
 
 
 class _ThenActivate(ConvertedLayer):

@@ -26,19 +26,18 @@ from torch.nn import functional
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.power_transform import MIN_CURVATURE, step_bounds
 
-NORM_EPS = (
-    2.0**-10
-)  # of a batch normalization by constants, whose variance it completes to 1 exactly; torch refuses 0
-# |h| below its inverse is as good as zero
+# The eps of a batch normalization by constants: it completes the variance to 1 exactly, and torch
+# refuses 0.
+NORM_EPS = 2.0**-10
+# |h| below its inverse is as good as zero.
 STEEP = 1e12
-# (exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller
+# (exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller.
 SMALL_POWER = 0.05
-# of the normal numbers of float16
+# The smallest normal number of float16.
 _SMALLEST_HALF = 2.0**-14
-_TINY = (
-    1.5 * 2.0**-24
-)  # not 0 in float16, and in float32 no difference between 1 and a number beside it
-# of d in sums of squares, which overflow float16 for |h| above 80 without it
+# Not 0 in float16; in float32 less than the distance of 1 to the next number.
+_TINY = 1.5 * 2.0**-24
+# Factor on d in sums of squares, which overflow float16 for |h| above 80 without it.
 _SHARE = 0.125
 
 
@@ -73,9 +72,11 @@ def channel_view(values: Tensor, x: Tensor) -> Tensor:
 
 def in_sequence(parts: Sequence[nn.Module]) -> nn.Module:
     """Return a module, in evaluation, that applies some modules one after the other."""
-    return (
-        parts[0] if len(parts) == 1 else nn.Sequential(*parts) if parts else nn.Identity()
-    ).eval()
+    if not parts:
+        return nn.Identity().eval()
+    if len(parts) == 1:
+        return parts[0].eval()
+    return nn.Sequential(*parts).eval()
 
 
 def constant_copy(module: nn.Module) -> nn.Module:
@@ -89,10 +90,9 @@ def constants_of(new: nn.Module, layer: nn.Module) -> nn.Module:
     """
     for name in ("weight", "bias"):
         value = getattr(layer, name)
-        constant = (
-            None if value is None else nn.Parameter(value.detach().float(), requires_grad=False)
-        )
-        new.register_parameter(name, constant)
+        if value is not None:
+            value = nn.Parameter(value.detach().float(), requires_grad=False)
+        new.register_parameter(name, value)
     new._buffers.update({name: layer._buffers[name] for name in new._buffers})
     return new
 
@@ -123,10 +123,14 @@ class ChannelAffine(nn.Module):
         self.register_buffer("shift", None if bool((shift == 0).all()) else shift.float())
 
     def forward(self, x: Tensor) -> Tensor:
-        for value, apply in ((self.scale, torch.mul), (self.shift, torch.add)):
-            if value is not None:
-                x = apply(x, value if self.last else channel_view(value, x))
+        if self.scale is not None:
+            x = x * self._view(self.scale, x)
+        if self.shift is not None:
+            x = x + self._view(self.shift, x)
         return x
+
+    def _view(self, values: Tensor, x: Tensor) -> Tensor:
+        return values if self.last else channel_view(values, x)
 
 
 class ConstantNorm(nn.Module):
@@ -141,16 +145,12 @@ class ConstantNorm(nn.Module):
 
     def __init__(self, centre: Tensor, scale: Tensor, shift: Tensor) -> None:
         super().__init__()
-        variance = torch.full_like(
-            centre, 1 - NORM_EPS, dtype=torch.float32
-        )  # bfloat16 would round it to 1
-        for name, value in (
-            ("centre", centre),
-            ("variance", variance),
-            ("scale", scale),
-            ("shift", shift),
-        ):
-            self.register_buffer(name, value.float())
+        # bfloat16 would round it to 1.
+        variance = torch.full_like(centre, 1 - NORM_EPS, dtype=torch.float32)
+        self.register_buffer("centre", centre.float())
+        self.register_buffer("variance", variance)
+        self.register_buffer("scale", scale.float())
+        self.register_buffer("shift", shift.float())
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.batch_norm(
@@ -194,16 +194,22 @@ class TwoBranch(nn.Module):
         """
         super().__init__()
         self.constants = lmbda, gamma, beta
-        up, down = lmbda, 2 - lmbda
+        # p where h is positive, and where it is negative
+        up = lmbda
+        down = 2 - lmbda
         self.exact = bool((torch.minimum(up.abs(), down.abs()) < SMALL_POWER).any())
-        constants = (
-            [("p", up, down)] if self.exact else [("p", up, down), ("r", gamma / up, -gamma / down)]
-        )
-        for name, plus, minus in constants:
-            self.register_buffer(f"{name}0", ((plus + minus) / 2).float())
-            self.register_buffer(f"{name}1", ((plus - minus) / 2).float())
+        self._hold_either("p", up, down)
+        if not self.exact:
+            self._hold_either("r", gamma / up, -gamma / down)
         self.register_buffer("gamma", gamma.float() if self.exact else None)
         self.register_buffer("beta", None if bool((beta == 0).all()) else beta.float())
+
+    def _hold_either(self, name: str, plus: Tensor, minus: Tensor) -> None:
+        """Hold what takes one value for positive h and another for negative, as mean and half
+        difference.
+        """
+        self.register_buffer(f"{name}0", ((plus + minus) / 2).float())
+        self.register_buffer(f"{name}1", ((plus - minus) / 2).float())
 
     def forward(self, h: Tensor) -> Tensor:
         sign, log = _sign_and_log(h, h.abs())
@@ -215,9 +221,9 @@ class TwoBranch(nn.Module):
         return y if self.beta is None else y + channel_view(self.beta, h)
 
     def _either(self, name: str, sign: Tensor) -> Tensor:
-        return sign * channel_view(getattr(self, f"{name}1"), sign) + channel_view(
-            getattr(self, f"{name}0"), sign
-        )
+        mean = channel_view(getattr(self, f"{name}0"), sign)
+        half_difference = channel_view(getattr(self, f"{name}1"), sign)
+        return sign * half_difference + mean
 
 
 def relative_growth(u: Tensor) -> Tensor:
@@ -257,9 +263,8 @@ class EstimatedTransform(nn.Module):
     operations.
     """
 
-    weight: (
-        Tensor | None
-    )  # gamma: (C,) for (N, C, *) if `per_channel`, else of a shape that broadcasts to the input
+    # gamma: (C,) for (N, C, *) if `per_channel`, else of a shape that broadcasts to the input
+    weight: Tensor | None
     # beta, likewise
     bias: Tensor | None
 
@@ -272,8 +277,10 @@ class EstimatedTransform(nn.Module):
         per_channel: bool,
     ) -> None:
         super().__init__()
-        self.sets, self.eps = sets, eps
-        self.effective_alpha, self.per_channel = effective_alpha, per_channel
+        self.sets = sets
+        self.eps = eps
+        self.effective_alpha = effective_alpha
+        self.per_channel = per_channel
         self.frozen: TwoBranch | None = None
         for name, value in zip(("weight", "bias"), affine, strict=True):
             self.register_buffer(name, None if value is None else value.detach().float())
@@ -281,25 +288,28 @@ class EstimatedTransform(nn.Module):
     def freeze(self, lmbda: float) -> None:
         """Put a constant, strength included, in the place of the estimate."""
         device = next((value.device for value in self.buffers()), None)
-        self.frozen = TwoBranch(
-            *torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device)
-        )
+        constants = torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device)
+        self.frozen = TwoBranch(*constants)
 
     def forward(self, x: Tensor) -> Tensor:
         values, dims = self.sets(x)
         # groups of channels: each in one dimension
         if values.ndim > x.ndim:
-            values, dims = values.flatten(2), (2,)
-        y = (
-            self._estimated(values, dims)
-            if self.frozen is None
-            else self.frozen(self._standardized(values, dims))
-        )
+            values = values.flatten(2)
+            dims = (2,)
+        if self.frozen is None:
+            y = self._estimated(values, dims)
+        else:
+            y = self.frozen(self._standardized(values, dims))
         y = y.reshape(x.shape)
-        for value, apply in ((self.weight, torch.mul), (self.bias, torch.add)):
-            if value is not None:
-                y = apply(y, channel_view(value, y) if self.per_channel else value)
+        if self.weight is not None:
+            y = y * self._view(self.weight, y)
+        if self.bias is not None:
+            y = y + self._view(self.bias, y)
         return y
+
+    def _view(self, values: Tensor, y: Tensor) -> Tensor:
+        return channel_view(values, y) if self.per_channel else values
 
     def _estimated(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Return the transform by the estimate: `power_transform.first_step` in operations that
@@ -331,9 +341,8 @@ class EstimatedTransform(nn.Module):
         operation.
         """
         sizes = values.shape[dims[0] :]
-        if dims == tuple(range(dims[0], values.ndim)) and all(
-            isinstance(size, int) for size in sizes
-        ):
+        are_last = dims == tuple(range(dims[0], values.ndim))
+        if are_last and all(isinstance(size, int) for size in sizes):
             return functional.layer_norm(values, sizes, eps=self.eps)
         return _standardize(values, dims, self.eps)[0]
 
@@ -366,7 +375,9 @@ class MigratedForm(nn.Module):
         self, groups: int, eps: float, strength: float, weight: Tensor, bias: Tensor
     ) -> None:
         super().__init__()
-        self.groups, self.eps, self.strength = groups, eps, strength
+        self.groups = groups
+        self.eps = eps
+        self.strength = strength
         self.register_buffer("weight", weight.float())
         self.register_buffer("bias", bias.float())
 
@@ -396,7 +407,10 @@ class Batched(nn.Module):
 
     def __init__(self, form: nn.Module, ndim: int) -> None:
         super().__init__()
-        self.form, self.ndim = form, ndim
+        self.form = form
+        self.ndim = ndim
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.form(x) if x.ndim == self.ndim else self.form(x.unsqueeze(0)).squeeze(0)
+        if x.ndim == self.ndim:
+            return self.form(x)
+        return self.form(x.unsqueeze(0)).squeeze(0)

@@ -37,10 +37,8 @@ def of_one_type(
 class ConstantStatistics(ConvertedLayer):
     """BatchNorm's running statistics, which are constants here, under BatchNorm's names."""
 
-    source_name: ClassVar[str] = (
-        # it does not know of how many dimensions its BatchNorm was
-        "BatchNorm2d"
-    )
+    # The layer does not know of how many dimensions its BatchNorm was.
+    source_name: ClassVar[str] = "BatchNorm2d"
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
@@ -106,15 +104,15 @@ class FrozenBatchNorm(ConstantStatistics):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.num_features, self.eps, self.affine = num_features, eps, affine
-        for name, fill, present in (
-            ("weight", torch.ones, affine),
-            ("bias", torch.zeros, affine and bias),
-        ):
-            value = (
-                nn.Parameter(fill(num_features, device=device, dtype=dtype)) if present else None
-            )
-            self.register_parameter(name, value)
+        self.num_features = num_features
+        self.eps = eps
+        self.affine = affine
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        if affine:
+            self.weight = nn.Parameter(torch.ones(num_features, device=device, dtype=dtype))
+        if affine and bias:
+            self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
         self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,10 +193,9 @@ class ConstantAffine(PlainAffine):
         self.register_buffer("shift", shift.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        scale, shift = (
-            channel_view(v, x) if self.channel_dim == 1 else v for v in (self.scale, self.shift)
-        )
-        return (x * scale + shift).to(x.dtype)
+        if self.channel_dim == -1:
+            return (x * self.scale + self.shift).to(x.dtype)
+        return (x * channel_view(self.scale, x) + channel_view(self.shift, x)).to(x.dtype)
 
     def _form(self) -> list[nn.Module]:
         return [ChannelAffine(self.scale, self.shift, last=self.channel_dim == -1)]
@@ -218,15 +215,13 @@ class TrainedAffine(PlainAffine, nn.Conv1d):
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return (
-            super()
-            .forward(input.flatten(2) if input.ndim > 2 else input.unsqueeze(-1))
-            .reshape(input.shape)
-        )
+        rows = input.flatten(2) if input.ndim > 2 else input.unsqueeze(-1)
+        return super().forward(rows).reshape(input.shape)
 
     def _form(self) -> list[nn.Module]:
         scale = self.weight.flatten()
-        return [ChannelAffine(scale, torch.zeros_like(scale) if self.bias is None else self.bias)]
+        shift = torch.zeros_like(scale) if self.bias is None else self.bias
+        return [ChannelAffine(scale, shift)]
 
 
 def trained_affine(layer: Any) -> nn.Module:
@@ -234,10 +229,9 @@ def trained_affine(layer: Any) -> nn.Module:
     activation.
     """
     constant = layer.channel_map()
-    scale, shift = (
-        value.to(layer.running_mean.dtype) for value in (constant.scale, constant.shift)
-    )
-    parts: OrderedDict[str, nn.Module] = OrderedDict(affine=ConstantAffine(scale, shift))
+    dtype = layer.running_mean.dtype
+    affine = ConstantAffine(constant.scale.to(dtype), constant.shift.to(dtype))
+    parts: OrderedDict[str, nn.Module] = OrderedDict(affine=affine)
     if layer.weight is not None or layer.bias is not None:
         parts["norm"] = TrainedAffine(layer.weight, layer.bias)
     return named_sequence(parts, layer)
@@ -246,9 +240,8 @@ def trained_affine(layer: Any) -> nn.Module:
 def named_sequence(parts: OrderedDict[str, nn.Module], layer: ConvertedLayer) -> nn.Module:
     """Return named modules, then the dropout and the activation of a layer, one after the other."""
     fused = [module for module in layer.fused_modules() if module not in parts.values()]
-    named = OrderedDict(
-        parts, **{name: child for name, child in layer.named_children() if child in fused}
-    )
+    children = {name: child for name, child in layer.named_children() if child in fused}
+    named = OrderedDict(parts, **children)
     if len(named) == 1 and parts:
         return next(iter(named.values()))
     return nn.Sequential(named) if named else nn.Identity()

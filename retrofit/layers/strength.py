@@ -141,6 +141,16 @@ class StrengthMixin(ConvertedLayer):
             )
         self._checked = seen
 
+    @property
+    def plain_eps(self) -> float:
+        """What is added to the variance, whatever the layer shows to others as its `eps`.
+
+        A layer reads it as an attribute, which every compiler finds where eager code does.
+        """
+        layer: Any = self
+        eps: float = layer.eps
+        return eps
+
     def channel_dims(self, x: Tensor) -> tuple[int, ...]:
         """Return the dimensions of the input that share one value of gamma."""
         return (0, *range(2, x.ndim))

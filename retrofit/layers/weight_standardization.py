@@ -92,22 +92,18 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         shape = (-1, *(1,) * (weight.ndim - 1))
         mean, std = self._moments(weight)
         scale = self.restore_scale.to(weight.dtype).view(shape) / std
-        standard = torch.addcmul(
-            self.restore_shift.to(weight.dtype).view(shape), weight - mean, scale
-        )
+        shift = self.restore_shift.to(weight.dtype).view(shape)
+        standard = torch.addcmul(shift, weight - mean, scale)
         if self.scale is not None:
             standard = standard * self.scale.to(weight.dtype).view(shape)
         return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
 
     def source_layer(self) -> nn.Module:
-        new = copy.copy(self)
-        new.__class__ = next(
-            cls for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(self, cls)
-        )  # type: ignore[assignment]
-        new._parameters, new._buffers = (
-            {name: self._parameters[name] for name in ("weight", "bias")},
-            {},
-        )
+        convolutions = nn.Conv1d, nn.Conv2d, nn.Conv3d
+        new: Any = copy.copy(self)
+        new.__class__ = next(cls for cls in convolutions if isinstance(self, cls))
+        new._parameters = {name: self._parameters[name] for name in ("weight", "bias")}
+        new._buffers = {}
         return new
 
     @torch.no_grad()
@@ -125,7 +121,8 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
     def _moments(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         dims = tuple(range(1, weight.ndim))
         mean = weight.mean(dims, keepdim=True)
-        return mean, ((weight - mean).square().mean(dims, keepdim=True) + self.eps).sqrt()
+        var = (weight - mean).square().mean(dims, keepdim=True)
+        return mean, (var + self.eps).sqrt()
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out: Tensor = super()._conv_forward(input, self.standardized_weight(), bias)

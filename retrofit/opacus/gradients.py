@@ -26,11 +26,7 @@ def _per_sample_gradients(
     A ProxyNorm's include those that reach gamma and beta of its norm through the proxy; where the
     norm holds it, the norm's own do.
     """
-    run = _without_hooks(layer)
-    norm = layer.norm if isinstance(layer, ProxyNorm) else None
-    if norm is not None and layer not in norm.modules():
-        run._modules[_NORM] = _without_hooks(norm)
-        run._norm = (run._modules[_NORM],)
+    run = _runnable(layer)
     trained = {
         name: parameter
         for name, parameter in run.named_parameters()
@@ -49,6 +45,16 @@ def _per_sample_gradients(
     with torch.enable_grad():
         gradients = vmap(grad(loss), (None, 0, 0))(values, x, backprops)
     return {trained[name]: gradient for name, gradient in gradients.items()}
+
+
+def _runnable(layer: nn.Module) -> Any:
+    """Return a copy of a layer to run apart; a proxy's holds its norm, which stands elsewhere."""
+    run = _without_hooks(layer)
+    norm = layer.norm if isinstance(layer, ProxyNorm) else None
+    if norm is not None and layer not in norm.modules():
+        run._modules[_NORM] = _without_hooks(norm)
+        run._norm = (run._modules[_NORM],)
+    return run
 
 
 @register_grad_sampler(TrainedAffine)

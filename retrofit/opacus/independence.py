@@ -148,31 +148,35 @@ def _gradient(network: nn.Module, call: Call, sample: int) -> Tensor:
     every output, as that of any usual loss does.
     """
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        rows = [y[sample] for y in _outputs(network, call) if y.requires_grad]
+        if not rows:
+            raise RetrofitError(
+                f"the network's answer holds no tensor with a row for each of the {call.batch} samples; give it inputs "
+                "for which it answers with outputs, not with a loss"
+            )
+        loss = torch.stack([(y + y.square() / 2).sum() for y in rows]).sum()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    used = [gradient.flatten().double() for gradient in gradients if gradient is not None]
+    return torch.cat(used)
+
+
+def _outputs(network: nn.Module, call: Call) -> list[Tensor]:
+    """Return the tensors in the answer that have a row for each sample; complex ones as real."""
     buffers = kept_values(network.buffers())
-    with torch.enable_grad(), _seeded_apart(network):
+    with _seeded_apart(network):
         try:
-            outputs = list(tensors_of(call.on(network)))
-        # anything may come out of a network's own code
+            answer = list(tensors_of(call.on(network)))
+        # Anything may come out of a network's own code.
         except Exception as error:
             raise RetrofitError(
                 f"the network did not take the `inputs` ({with_class(error)})"
             ) from error
         finally:
             put_back(buffers)
-        rows = [y[sample] for y in outputs if _has_rows(y, call.batch) and y.requires_grad]
-        if not rows:
-            raise RetrofitError(
-                f"the network's answer holds no tensor with a row for each of the {call.batch} samples; give it inputs "
-                "for which it answers with outputs, not with a loss"
-            )
-        loss = torch.stack([(y + y.square() / 2).sum() for y in map(_real, rows)]).sum()
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    present = [gradient.flatten().double() for gradient in gradients if gradient is not None]
-    return torch.cat(present) if present else torch.zeros(1, dtype=torch.float64)
-
-
-def _real(y: Tensor) -> Tensor:
-    return torch.view_as_real(y) if y.is_complex() else y
+    return [
+        torch.view_as_real(y) if y.is_complex() else y for y in answer if _has_rows(y, call.batch)
+    ]
 
 
 def _seeded_apart(network: nn.Module) -> Any:
@@ -182,8 +186,8 @@ def _seeded_apart(network: nn.Module) -> Any:
     return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
-def _has_rows(value: Any, batch: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch
+def _has_rows(tensor: Tensor, batch: int) -> bool:
+    return tensor.ndim > 0 and len(tensor) == batch
 
 
 def _share(value: Tensor, other: Tensor) -> float:

@@ -299,13 +299,6 @@ def test_constants_may_be_read_in_place_of_calling_their_layer(by_hand: bool) ->
     torch.testing.assert_close(model.eval()(x), model.train()(x))
 
 
-def test_the_eps_of_a_layer_above_strength_0_is_refused_by_functions() -> None:
-    """Where the network could not be run, nothing else sees that it goes past its layer."""
-    bn = retrofit.layers.BatchNormalNorm2d(8).eval()
-    with pytest.raises(RetrofitError, match="this code takes BatchNormalNorm2d for a BatchNorm"):
-        functional.batch_norm(torch.randn(2, 8, 4, 4), bn.running_mean, bn.running_var, eps=bn.eps)
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("to", ["frozen", "ln", "bnn", "evonorm-s0"])
 def test_numbers_in_which_torch_computes_nothing_are_named(to: str, dtype: torch.dtype) -> None:

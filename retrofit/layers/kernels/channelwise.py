@@ -1,8 +1,8 @@
 """Proxy-normalized activations and migrated group normalization by channelwise.cpp, a call or two
 each way.
 
-They take contiguous tensors and channels_last ones as they lie, in float32 and bfloat16. Who calls
-them has a path of torch operations for everything else; `layout_of` says which it is.
+They take contiguous tensors and channels_last ones as they lie, in float32 and bfloat16. Callers
+have a path of torch operations for everything else; `layout_of` says which of the two it is.
 """
 
 import ctypes
@@ -20,34 +20,49 @@ from retrofit.layers.kernels import cpp
 from retrofit.layers.kernels.cpp import call, floats, room
 from retrofit.layers.transforms import differentiable_once, needed
 
+Activation = tuple[int, float, float]
+"""The number of an activation in channelwise.cpp, and two numbers that it takes."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLAMP, _LEAKY, _HARDSWISH, _SILU, _GELU = range(5)
+_FIXED: tuple[tuple[Any, Activation], ...] = (
+    (nn.ReLU, (_CLAMP, 0.0, inf)),
+    (functional.relu, (_CLAMP, 0.0, inf)),
+    (torch.relu, (_CLAMP, 0.0, inf)),
+    (functional.relu6, (_CLAMP, 0.0, 6.0)),
+    (nn.Hardswish, (_HARDSWISH, 0.0, 0.0)),
+    (functional.hardswish, (_HARDSWISH, 0.0, 0.0)),
+    (nn.SiLU, (_SILU, 0.0, 0.0)),
+    (functional.silu, (_SILU, 0.0, 0.0)),
+    (functional.gelu, (_GELU, 0.0, 0.0)),
+)
 
 
-def known(activation: Any) -> tuple[int, float, float] | None:
-    """Return the number of an activation in channelwise.cpp and two numbers of its own, or None
-    where it has none, or someone's hook wants to see it.
+def known(activation: Any) -> Activation | None:
+    """Return what channelwise.cpp calls an activation, a module or a function; None where it has no
+    number, or someone's hook wants to see it.
     """
-    kind = activation
-    if isinstance(activation, nn.Module):
-        kind = type(activation)
-        if any(getattr(activation, name) or getattr(hooks, f"_global{name}") for name in _HOOKS):
-            return None
-    if kind in (nn.ReLU, functional.relu, torch.relu):
-        return _CLAMP, 0.0, inf
-    if kind is functional.relu6:
-        return _CLAMP, 0.0, 6.0
+    if not isinstance(activation, nn.Module):
+        return _fixed(activation)
+    if _has_hooks(activation):
+        return None
+    layer: Any = activation
+    kind = type(activation)
     if kind in (nn.ReLU6, nn.Hardtanh):
-        return _CLAMP, float(activation.min_val), float(activation.max_val)
+        return _CLAMP, float(layer.min_val), float(layer.max_val)
     if kind is nn.LeakyReLU:
-        return _LEAKY, float(activation.negative_slope), 0.0
-    if kind in (nn.Hardswish, functional.hardswish):
-        return _HARDSWISH, 0.0, 0.0
-    if kind in (nn.SiLU, functional.silu):
-        return _SILU, 0.0, 0.0
-    if kind is functional.gelu or (kind is nn.GELU and activation.approximate == "none"):
+        return _LEAKY, float(layer.negative_slope), 0.0
+    if kind is nn.GELU and layer.approximate == "none":
         return _GELU, 0.0, 0.0
-    return None
+    return _fixed(kind)
+
+
+def _fixed(function: Any) -> Activation | None:
+    return next((numbers for each, numbers in _FIXED if each is function), None)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, name) or getattr(hooks, f"_global{name}") for name in _HOOKS)
 
 
 class ChannelLayout(ctypes.Structure):
@@ -56,15 +71,8 @@ class ChannelLayout(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            "rows",
-            "length",
-            "period",
-            "channels",
-            "blocks",
-            "step",
-            "threads",
-            "half",
-            "last",
+            *("rows", "length", "period", "channels", "blocks"),
+            *("step", "threads", "half", "last"),
         )
     )
     channel_dim: int
@@ -81,40 +89,53 @@ class ChannelLayout(ctypes.Structure):
 
 
 def layout_of(
-    x: Tensor, *given: Tensor | None, channel_dim: int = 1, per_sample: bool = False
+    x: Tensor, *tables: Tensor | None, channel_dim: int = 1, per_sample: bool = False
 ) -> ChannelLayout | None:
-    """Return how `x`, (N, C, *) or (N, *, C) by `channel_dim`, lies for tables of (C,), or (N, C)
-    with `per_sample`; None where no kernel takes it, or the parameters and buffers `given` with it,
-    (C,) each.
+    """Return how `x` lies in memory, for kernels that read tables of numbers for its channels.
+
+    Args:
+        x: The input, (N, C, *), or (N, *, C) with `channel_dim` -1.
+        *tables: Parameters and buffers that the kernels read, (C,) each.
+        channel_dim: The dimension of the channels, 1 or -1.
+        per_sample: Whether the kernels' own tables are (N, C), not (C,).
+
+    Returns:
+        The layout; None where no kernel takes these tensors.
     """
     if not (x.dtype in cpp.TYPES and kernels.fits(x) and kernels.runs_cpp(x)):
         return None
-    samples, channels = x.shape[0], x.shape[channel_dim]
-    present = [g for g in given if g is not None]
-    if any(
-        type(g) not in (Tensor, nn.Parameter) or not g.is_cpu or g.shape != (channels,)
-        for g in present
-    ):
+    samples = x.shape[0]
+    channels = x.shape[channel_dim]
+    if not all(table is None or _is_readable(table, channels) for table in tables):
         return None
-    length = x.numel() // (samples * channels)
     layout = ChannelLayout(
         threads=cpp.threads(x), channels=channels, half=x.dtype == torch.bfloat16
     )
     layout.channel_dim = channel_dim
-    layout.last = (
-        channel_dim == -1
-        or length == 1
-        or (not x.is_contiguous() and x.movedim(1, -1).is_contiguous())
-    )
-    if layout.last:
-        layout.rows = x.numel() // channels
-        layout.blocks, layout.step = (
-            (samples, channels) if per_sample else (min(layout.threads, layout.rows), 0)
-        )
-    else:
-        layout.rows, layout.length = samples * channels, length
+    layout.last = _has_channels_last(x, channel_dim)
+    if not layout.last:
+        layout.rows = samples * channels
+        layout.length = x.numel() // layout.rows
         layout.period = layout.rows if per_sample else channels
+        return layout
+    layout.rows = x.numel() // channels
+    if per_sample:
+        layout.blocks = samples
+        layout.step = channels
+    else:
+        layout.blocks = min(layout.threads, layout.rows)
     return layout
+
+
+def _is_readable(table: Tensor, channels: int) -> bool:
+    is_plain = type(table) in (Tensor, nn.Parameter)
+    return is_plain and table.is_cpu and table.shape == (channels,)
+
+
+def _has_channels_last(x: Tensor, channel_dim: int) -> bool:
+    if channel_dim == -1 or x.numel() == x.shape[0] * x.shape[1]:
+        return True
+    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
 
 class ProxyActivation(torch.autograd.Function):
@@ -129,34 +150,34 @@ class ProxyActivation(torch.autograd.Function):
         ctx: Any, x: Tensor, layout: ChannelLayout, constants: Any, *given: Tensor | None
     ) -> Tensor:
         phi, eps, strength, divide, samples = constants
-        tables, numbers = room(6, layout.channels), (*phi, float(eps), float(strength), divide)
-        call(
-            "proxy_tables",
-            layout.channels,
-            samples,
-            *numbers,
-            tables,
-            _quantiles(samples),
-            *map(floats, given),
-        )
+        tables = room(6, layout.channels)
+        sizes = layout.channels, samples
+        numbers = *phi, float(eps), float(strength), divide
+        tensors = tables, _quantiles(samples), *map(floats, given)
+        call("proxy_tables", *sizes, *numbers, *tensors)
         arranged = layout.arrange(x)
         out = torch.empty_like(arranged)
         call("channels_forward", layout, *phi, out, arranged, tables[0], tables[1])
         gamma, _, proxy_scale, proxy_bias, *_ = given
         ctx.save_for_backward(x, gamma, proxy_scale, proxy_bias, tables)
-        ctx.phi, ctx.layout = phi, layout
+        ctx.phi = phi
+        ctx.layout = layout
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, proxy_scale, proxy_bias, tables = ctx.saved_tensors
-        layout, channels = ctx.layout, ctx.layout.channels
-        arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))
-        grad_x, sums, gradients = torch.empty_like(arranged), layout.sums(), room(4, channels)
+        layout = ctx.layout
+        arranged = layout.arrange(x)
+        grad = layout.arrange(grads[0].to(x.dtype))
+        grad_x = torch.empty_like(arranged)
+        sums = layout.sums()
         call("channels_backward", layout, *ctx.phi, grad_x, sums, arranged, grad, tables[0])
-        own = map(floats, (gamma, proxy_scale, proxy_bias))
-        call("proxy_gradients", channels, sums.shape[1] // channels, gradients, sums, tables, *own)
+        gradients = room(4, layout.channels)
+        sizes = layout.channels, sums.shape[1] // layout.channels
+        parameters = map(floats, (gamma, proxy_scale, proxy_bias))
+        call("proxy_gradients", *sizes, gradients, sums, tables, *parameters)
         return grad_x, None, None, *needed(ctx, 3, gradients), None, None
 
 
@@ -174,48 +195,35 @@ class MigratedNorm(torch.autograd.Function):
         numbers: tuple[int, float, float, float],
         *given: Tensor | None,
     ) -> Tensor:
-        (samples, channels), (num_groups, *rest) = x.shape[:2], numbers
+        samples, channels = x.shape[:2]
+        num_groups, strength, *_ = numbers
         weight, bias, mean, var, gain = given
         arranged = layout.arrange(x)
-        out, kept = torch.empty_like(arranged), room(channels + 2 * samples * num_groups)
-        tensors = out, arranged, kept, layout.sums(), room(2, samples * channels)
-        call(
-            "migrated_forward",
-            layout,
-            num_groups,
-            *rest,
-            *tensors,
-            *map(floats, (mean, var, gain, weight, bias)),
-        )
-        ctx.save_for_backward(x, weight, mean, gain, kept)
-        ctx.layout, ctx.num_groups, ctx.strength = layout, num_groups, rest[0]
+        out = torch.empty_like(arranged)
+        moments = room(channels + 2 * samples * num_groups)
+        tensors = out, arranged, moments, layout.sums(), room(2, samples * channels)
+        parameters = map(floats, (mean, var, gain, weight, bias))
+        call("migrated_forward", layout, *numbers, *tensors, *parameters)
+        ctx.save_for_backward(x, weight, mean, gain, moments)
+        ctx.layout = layout
+        ctx.num_groups = num_groups
+        ctx.strength = strength
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, gain, kept = ctx.saved_tensors
-        layout, (samples, channels) = ctx.layout, x.shape[:2]
-        arranged, grad = layout.arrange(x), layout.arrange(grads[0].to(x.dtype))
+        x, weight, mean, gain, moments = ctx.saved_tensors
+        layout = ctx.layout
+        samples, channels = x.shape[:2]
+        arranged = layout.arrange(x)
+        grad = layout.arrange(grads[0].to(x.dtype))
         grad_x = torch.empty_like(arranged) if ctx.needs_input_grad[0] else None
         gradients = room(2, channels)
-        tensors = (
-            grad_x,
-            gradients,
-            arranged,
-            grad,
-            kept,
-            layout.sums(),
-            room(3, samples * channels),
-        )
-        call(
-            "migrated_backward",
-            layout,
-            ctx.num_groups,
-            ctx.strength,
-            *tensors,
-            *map(floats, (mean, gain, weight)),
-        )
+        scratch = layout.sums(), room(3, samples * channels)
+        tensors = grad_x, gradients, arranged, grad, moments, *scratch
+        parameters = map(floats, (mean, gain, weight))
+        call("migrated_backward", layout, ctx.num_groups, ctx.strength, *tensors, *parameters)
         return grad_x, None, None, *needed(ctx, 3, gradients), None, None, None
 
 
