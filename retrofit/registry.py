@@ -86,6 +86,10 @@ class Target:
         """Return the converter, imported if it is named by a string."""
         return _loaded(self.converter)
 
+    def load_layers(self) -> list[type]:
+        """Return the classes of its layers, imported where they are named by strings."""
+        return [_loaded(layer) for layer in self.layers]
+
     def layer(self, name: str) -> type | None:
         """Return its layer class of a name, imported if it is named by a string; None if it has
         none.

@@ -16,8 +16,8 @@ Running statistics are constants here. They are part of the model that training 
 that model must not have seen the private data.
 """
 
-from retrofit.opacus import gradients, validation
+from retrofit.opacus import gradients, opacus_validators
 from retrofit.opacus.fixer import fix_batch_norm
 from retrofit.opacus.independence import BatchDependence, check
 
-__all__ = ["BatchDependence", "check", "fix_batch_norm", "gradients", "validation"]
+__all__ = ["BatchDependence", "check", "fix_batch_norm", "gradients", "opacus_validators"]

@@ -11,6 +11,7 @@ from retrofit import layers
 from retrofit.layers.batch_norm import BatchStatisticsMixin
 from retrofit.layers.sample_norms import _InstanceNormalNorm
 from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.registry import TARGETS
 
 _BATCH_INDEPENDENT = (
     layers.FrozenBatchNorm,
@@ -21,7 +22,12 @@ _BATCH_INDEPENDENT = (
     _InstanceNormalNorm,
     WeightStandardization,
 )
-_CLASSES = [value for value in vars(layers).values() if inspect.isclass(value)]
+_CLASSES = dict.fromkeys(
+    [
+        *(value for value in vars(layers).values() if inspect.isclass(value)),
+        *(layer for target in TARGETS.values() for layer in target.load_layers()),
+    ]
+)
 
 # Layers that normalize by the batch in training.
 OF_BATCHES: list[type[nn.Module]] = [c for c in _CLASSES if issubclass(c, BatchStatisticsMixin)]

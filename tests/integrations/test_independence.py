@@ -39,7 +39,7 @@ def with_frozen_parameters(norm: nn.Module) -> nn.Module:
 def test_a_batch_norm_without_trained_parameters_is_found() -> None:
     """Opacus's own validator, which looks at trained layers, finds nothing here."""
     model = with_frozen_parameters(nn.BatchNorm2d(8))
-    assert retrofit.opacus.validation.opacus_validate(model) == []
+    assert retrofit.opacus.opacus_validators.opacus_validate(model) == []
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
     result = retrofit.opacus.check(model, X)
