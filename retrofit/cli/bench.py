@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from retrofit.bench import Cost, FileCost
+    from retrofit.networks.models import Network
 
     Measured = tuple[str, torch.device, dict[str, Any]]
 
@@ -60,61 +61,68 @@ def command(model: str, against: str | None, **given: Any) -> None:
         )
     import torch
 
-    what, place, answer = (_measure_files if are_files == {True} else _measure_networks)(
-        model, against, given
-    )
-    processor = f"{plural(torch.get_num_threads(), 'thread')}, {platform.machine()} CPU"
-    machine = torch.cuda.get_device_name(place) if place.type == "cuda" else processor
+    if are_files == {True}:
+        conditions, device, answer = _measure_files(model, against, given)
+    else:
+        conditions, device, answer = _measure_networks(model, against, given)
+    machine = f"{plural(torch.get_num_threads(), 'thread')}, {platform.machine()} CPU"
+    if device.type == "cuda":
+        machine = torch.cuda.get_device_name(device)
     machine += f", torch {torch.__version__}"
-    batch_size, rounds = given["batch_size"], given["rounds"]
-    say(f"{rounds} turns each, batches of {batch_size} {what}, {machine}")
+    batch_size = given["batch_size"]
+    rounds = given["rounds"]
+    say(f"{rounds} turns each, batches of {batch_size} {conditions}, {machine}")
     emit({"schema": 1, "batch_size": batch_size, "rounds": rounds, "machine": machine, **answer})
 
 
 def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> Measured:
-    """Return how, where and what was measured."""
+    """Return the conditions, the device and the JSON values of a measurement."""
     from retrofit.bench import MODES, Setting, measure
-    from retrofit.cli.network import open_network, placement, taken
-    from retrofit.networks.artifact import artifact_path
-    from retrofit.networks.library import build
-    from retrofit.record import set_record
+    from retrofit.cli.network import placement, taken
 
     if given["runtime"] is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
-    place, precision = placement(given)
-    own = given["network"]
-    network = open_network(model, given, beside=against)
-    if against is not None:
-        size = {"img_size": network.preprocess.input_size[-1]}
-        reference = open_network(
-            against, size if artifact_path(against) is None else {"network": own}
-        )
-    elif network.artifact is not None:
-        source = build(network.source)
-        set_record(
-            source, preprocess=network.preprocess
-        )  # so that it gets images of the artifact's size
-        against, reference = network.source.name, replace(network, model=source, artifact=None)
-    else:
-        raise UsageError(
-            f"{model} is no artifact, whose source would be the reference; give --against MODEL"
-        )
-    networks = {model: network, against: reference}
-    sizes = {name: one.preprocess.input_size for name, one in networks.items()}
+    device, amp = placement(given)
+    networks = _opened(model, against, given)
+    sizes = {name: network.preprocess.input_size for name, network in networks.items()}
     modes = MODES if given["mode"] == "both" else (given["mode"],)
+    setting = Setting(**taken(dict(given), Setting), device=device, amp=amp)
+    measured = {name: (network.model, sizes[name]) for name, network in networks.items()}
     with progress_bar("measuring") as move:
-        setting = Setting(**taken(dict(given), Setting), device=place, amp=precision)
-        costs = measure(
-            {name: (one.model, sizes[name]) for name, one in networks.items()}, setting, modes, move
-        )
+        costs = measure(measured, setting, modes, move)
     rows = []
     for cost in costs:
         memory = "1" if cost.memory_ratio is None else f"{cost.memory_ratio:.2f}"
         rows.append((cost.mode, cost.network, *_times(cost), f"{cost.bytes / 1e6:.1f}", memory))
     show_table(("mode", "network", "ms a batch", "time ratio", "peak MB", "memory ratio"), rows)
     shapes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for size in sizes.values()))
-    facts = {name: one.facts for name, one in networks.items()}
-    return f"at {shapes}", place, {"networks": facts, "costs": [asdict(cost) for cost in costs]}
+    facts = {name: network.facts for name, network in networks.items()}
+    return f"at {shapes}", device, {"networks": facts, "costs": [asdict(cost) for cost in costs]}
+
+
+def _opened(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Network]:
+    """Open a network and its reference, by the name to show."""
+    from retrofit.cli.network import open_network
+    from retrofit.networks.artifact import artifact_path
+    from retrofit.networks.library import build
+    from retrofit.record import set_record
+
+    builder = given["network"]
+    network = open_network(model, given, beside=against)
+    if against is None and network.artifact is None:
+        raise UsageError(
+            f"{model} is no artifact, whose source would be the reference; give --against MODEL"
+        )
+    if against is None:
+        source = build(network.source)
+        # So that it gets images of the artifact's size.
+        set_record(source, preprocess=network.preprocess)
+        reference = replace(network, model=source, artifact=None)
+        return {model: network, network.source.name: reference}
+    if artifact_path(against) is None:
+        size = network.preprocess.input_size[-1]
+        return {model: network, against: open_network(against, {"img_size": size})}
+    return {model: network, against: open_network(against, {"network": builder})}
 
 
 def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Measured:
@@ -127,29 +135,28 @@ def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Me
     if against is None:
         raise UsageError(f"{model} is measured against another file; name it with --against")
     runtime: Any = given["runtime"] or "onnxruntime"
-    how = {
-        "batch_size": given["batch_size"],
-        "rounds": given["rounds"],
-        "threads": torch.get_num_threads(),
-    }
     with progress_bar("measuring") as move:
         costs = measure_files(
-            {name: Path(name) for name in (model, against)}, runtime, **how, progress=move
+            {name: Path(name) for name in (model, against)},
+            runtime,
+            batch_size=given["batch_size"],
+            rounds=given["rounds"],
+            threads=torch.get_num_threads(),
+            progress=move,
         )
     rows = [(cost.file, *_times(cost), f"{cost.bytes / 1e6:.1f}") for cost in costs]
     show_table(("file", "ms a batch", "time ratio", "MB"), rows)
-    return (
-        f"in {runtime}",
-        torch.device("cpu"),
-        {"runtime": runtime, "costs": [asdict(cost) for cost in costs]},
-    )
+    answer = {"runtime": runtime, "costs": [asdict(cost) for cost in costs]}
+    return f"in {runtime}", torch.device("cpu"), answer
 
 
 def _times(cost: Cost | FileCost) -> tuple[str, str]:
     """Return the time of a batch in milliseconds, and its ratio to the reference's."""
-    time, ratio = cost.seconds, cost.time_ratio
-    milliseconds = f"{time.median * 1e3:.1f} ({time.low * 1e3:.1f} to {time.high * 1e3:.1f})"
-    return (
-        milliseconds,
-        "1" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
-    )
+    seconds = cost.seconds
+    low = seconds.low * 1e3
+    high = seconds.high * 1e3
+    milliseconds = f"{seconds.median * 1e3:.1f} ({low:.1f} to {high:.1f})"
+    ratio = cost.time_ratio
+    if ratio is None:
+        return milliseconds, "1"
+    return milliseconds, f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 
     from retrofit.surgery import Plan
 
-# where stderr is no terminal, a table should not be squeezed into 80 columns
+# Where stderr is no terminal, a table should not be squeezed into 80 columns.
 _LOG_WIDTH = 120
-# between two columns of a table
+# Between two columns of a table.
 _GAP = 3
-# no column is made narrower than that, and the last one not than this
-_NARROW, _SENTENCE = 14, 20
-# a terminal that has room for long lines
+# No column is made narrower than that, and the last one, which holds sentences, not than this.
+_NARROW = 14
+_SENTENCE = 20
+# A terminal that has room for long lines.
 _WIDE = 100
-# seconds between lines of progress, where there is no terminal
+# Seconds between lines of progress, where there is no terminal.
 _EVERY = 30.0
-# seconds of the past by which the time that is left is told
+# Seconds of the past by which the time that is left is told.
 _PERIOD = 600.0
-# of a table: what is shown must not grow with the model
+# Of a table: what is shown must not grow with the model.
 _ROWS = 16
 
 _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
@@ -49,16 +50,21 @@ def in_flags(text: str, command: click.Command | None = None) -> str:
     declares `click.option("--from", "source")`. Names without an option in the command, or a
     group's commands, are left as is.
     """
-    if command is None and (context := click.get_current_context(silent=True)) is not None:
+    context = click.get_current_context(silent=True)
+    if command is None and context is not None:
         command = context.command
-    commands = [] if command is None else [command, *getattr(command, "commands", {}).values()]
+    if command is None:
+        return text
     options = {
-        one.name: one for each in commands for one in each.params if isinstance(one, click.Option)
+        parameter.name: parameter
+        for each in (command, *getattr(command, "commands", {}).values())
+        for parameter in each.params
+        if isinstance(parameter, click.Option)
     }
 
     def flag(match: re.Match[str]) -> str:
-        option = options.get(match[1])
-        return match[0] if option is None else _as_typed(option, match[2])
+        name, value = match.groups()
+        return _as_typed(options[name], value) if name in options else match[0]
 
     return _ARGUMENT.sub(flag, text)
 
@@ -80,7 +86,8 @@ def _as_typed(option: click.Option, text: str | None) -> str:
         return name
     value = literal(text)
     if option.is_flag:
-        return option.secondary_opts[0] if value is False and option.secondary_opts else name
+        off = [*option.secondary_opts, name][0]
+        return off if value is False else name
     if isinstance(value, dict):
         return " ".join(f"{name} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
     words = value if isinstance(value, list | tuple) else [value]
@@ -127,26 +134,33 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     from rich import box
     from rich.table import Table
 
-    console = stderr()
-    if not (
-        filled := [number for number in range(len(columns)) if any(row[number] for row in rows)]
-    ):
+    filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    if not filled:
         return
+    console = stderr()
     head = [columns[number] for number in filled]
     shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
-    widths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
-    room = console.width - _GAP * len(widths)
-    widths[-1] = min(widths[-1], max(room - sum(widths[:-1]), _SENTENCE))
-    while sum(widths) > room and (widest := max(widths)) > _NARROW:
-        widths[widths.index(widest)] -= 1
+    lengths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
+    widths = _fitted(lengths, console.width - _GAP * len(lengths))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, title in enumerate(head):
-        table.add_column(title, justify="left" if place else "right", no_wrap=place < len(head) - 1)
+    for title in head:
+        table.add_column(title, no_wrap=True)
+    table.columns[0].justify = "right"
+    table.columns[-1].no_wrap = False
     for *cells, last in shown:
         table.add_row(*map(printable, cells, widths), last)
     console.print(table)
     if len(rows) > _ROWS:
         say(f"... and {len(rows) - _ROWS} more kinds; --json lists every layer")
+
+
+def _fitted(lengths: Sequence[int], room: int) -> list[int]:
+    """Return the widths of columns whose longest entries are so long, in a row of `room`."""
+    widths = list(lengths)
+    widths[-1] = min(widths[-1], max(room - sum(widths[:-1]), _SENTENCE))
+    while sum(widths) > room and max(widths) > _NARROW:
+        widths[widths.index(max(widths))] -= 1
+    return widths
 
 
 def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
@@ -160,12 +174,8 @@ def show_plan(plan: Plan, full: bool = False) -> None:
     each kind.
     """
     if full:
-        show_lines(
-            [
-                (row.name or ROOT, row.source, row.fate, row.reason)
-                for row in (*plan.layers, *plan.edits)
-            ]
-        )
+        rows = (*plan.layers, *plan.edits)
+        show_lines([(row.name or ROOT, row.source, row.fate, row.reason) for row in rows])
         return
     kinds = [
         (str(len(group)), source, fate, names(group), why)
@@ -180,7 +190,9 @@ def names(values: Iterable[str]) -> str:
     if stderr().width < _WIDE and len(listed) > 1:
         return f"{listed[0]} (+{len(listed) - 1})"
     head = ", ".join(printable(value, 80) for value in listed[:2])
-    return f"{head}, ... ({len(listed) - 2} more)" if len(listed) > 2 else head
+    if len(listed) <= 2:
+        return head
+    return f"{head}, ... ({len(listed) - 2} more)"
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
@@ -190,7 +202,9 @@ def waiting(text: str) -> AbstractContextManager[Any]:
     from rich.text import Text
 
     console = stderr()
-    return console.status(Text(printable(text))) if console.is_terminal else nullcontext()
+    if not console.is_terminal:
+        return nullcontext()
+    return console.status(Text(printable(text)))
 
 
 @contextmanager
@@ -207,7 +221,8 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
     )
 
     console = stderr()
-    shown, written = console.is_terminal, console.get_time()
+    shown = console.is_terminal
+    written = console.get_time()
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -219,16 +234,22 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
     ) as bar:
         task = bar.add_task(text, total=None)
 
-        def move(done: int, total: int | None, what: str = "") -> None:
+        def move(done: int, total: int | None, part: str = "") -> None:
             nonlocal written
-            bar.update(
-                task, completed=done, total=total, description=f"{text}: {what}" if what else text
-            )
-            if shown or (now := console.get_time()) - written < _EVERY:
+            description = f"{text}: {part}" if part else text
+            bar.update(task, completed=done, total=total, description=description)
+            now = console.get_time()
+            if shown or now - written < _EVERY:
                 return
-            written, seconds = now, bar.tasks[0].time_remaining
-            of = "" if total is None else f" of {total}"
-            left = "" if seconds is None else f", {seconds / 60:.0f} min left"
-            say(f"{text} {done}{of}{what and ': '}{what}{left}")
+            written = now
+            line = f"{text} {done}"
+            if total is not None:
+                line += f" of {total}"
+            if part:
+                line += f": {part}"
+            seconds = bar.tasks[0].time_remaining
+            if seconds is not None:
+                line += f", {seconds / 60:.0f} min left"
+            say(line)
 
         yield move

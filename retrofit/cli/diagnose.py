@@ -47,19 +47,23 @@ def command(
     from retrofit.diagnose.report_folder import check_folder, sentences, write_report
     from retrofit.networks.artifact import artifact_path
 
-    place, attack = device_named(given["device"]), (given.pop("attack"), given.pop("eps"))
+    device = device_named(given["device"])
+    kind = given.pop("attack")
+    eps = given.pop("eps")
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
+    # A second network by name gets the library's weights too; an artifact, what builds the first.
     shared = "pretrained" if against is None or artifact_path(against) is None else "network"
-    second = {shared: given[shared]}
+    options_of_second = {shared: given[shared]}
     networks = {file_stem(model): open_network(model, given, beside=against)}
     if against is not None:
         name = file_stem(against)
-        networks[f"{name} (against)" if name in networks else name] = open_network(against, second)
-    models = {name: network.facts for name, network in networks.items()}
+        if name in networks:
+            name += " (against)"
+        networks[name] = open_network(against, options_of_second)
     facts = {
         "schema": 1,
-        "models": models,
+        "models": {name: network.facts for name, network in networks.items()},
         "data": given["data_dir"] or given["dataset"],
         "seed": given["seed"],
     }
@@ -67,13 +71,15 @@ def command(
     for name, network in networks.items():
         data = open_data(network, dict(given))
         batches = labelled_batches(network, data, given["images"], given["batch_size"])
-        how = {
-            "channels": given["channels"],
-            "seed": given["seed"],
-            "attack": attack_on(network.preprocess, *attack),
-        }
         with progress_bar(f"measuring {name}") as move:
-            diagnoses[name] = diagnose(network.model.to(place), batches, **how, progress=move)
+            diagnoses[name] = diagnose(
+                network.model.to(device),
+                batches,
+                channels=given["channels"],
+                seed=given["seed"],
+                attack=attack_on(network.preprocess, kind, eps),
+                progress=move,
+            )
     for sentence in sentences(diagnoses):
         say(sentence)
     write_report(diagnoses, facts, folder)

@@ -21,7 +21,7 @@ images. Images that cannot be read are listed and left out of the figures.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,6 +29,9 @@ from retrofit.cli import options
 from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
 from retrofit.utils.text import plural
+
+if TYPE_CHECKING:
+    from retrofit.evaluation import Accuracy
 
 _OF_FILES = (
     "model",
@@ -66,40 +69,53 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: A
     if Path(model).suffix == ".onnx":
         of_files = (*_OF_FILES, "device") if given["device"] == "cpu" else _OF_FILES
         options.refuse_flags(f"{model} is an exported file, {_AS_IT_IS}", but=of_files)
-        network, given["device"] = open_exported(Path(model), runtime or "onnxruntime"), "cpu"
+        network = open_exported(Path(model), runtime or "onnxruntime")
+        given["device"] = "cpu"
         say(str(network), "bold")
     elif runtime is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
     else:
         network = open_network(model, given)
-    place, precision = placement(given)
+    device, amp = placement(given)
     under = attack_on(network.preprocess, attack, eps)
-    if odd := odd_strengths(network.model):
+    odd = odd_strengths(network.model)
+    if odd:
         warn(odd)
     answer = {"schema": 1, **network.facts, "data": given["data_dir"] or given["dataset"]}
     data = open_data(network, given)
-    how = {**taken(given, evaluate), "device": place, "amp": precision, "attack": under}
     with progress_bar("evaluating") as move:
-        result = evaluate(network.model, data, network.preprocess, **how, progress=move)
-    if doubt := data.doubt(result.outputs, network.labels):
-        warn(f"{doubt}; if that is wrong, give --class-map FILE")
-    if result.skipped:
-        warn(f"{plural(len(result.skipped), 'image')} cannot be read: {names(result.skipped)}")
-    if result.not_finite:
-        warn(
-            f"{plural(result.not_finite, 'image')} gave scores that are not finite, counted as wrong"
+        result = evaluate(
+            network.model,
+            data,
+            network.preprocess,
+            **taken(given, evaluate),
+            device=device,
+            amp=amp,
+            attack=under,
+            progress=move,
         )
+    _warn_of(result, data.doubt(result.outputs, network.labels))
     say(f"top-1 {result.top1:.2f}% ({result.correct1} of {result.images})", "bold")
     say(f"top-5 {result.top5:.2f}% ({result.correct5} of {result.images})", "bold")
     answer |= result.to_dict()
     if under is not None:
-        say(
-            f"top-1 {result.attacked_top1:.2f}% ({result.attacked1} of {result.images}) under {under}",
-            "bold",
-        )
+        attacked = f"top-1 {result.attacked_top1:.2f}% ({result.attacked1} of {result.images})"
+        say(f"{attacked} under {under}", "bold")
         answer["attack"] = {
             **under.to_dict(),
             "top1": result.attacked_top1,
             "correct1": result.attacked1,
         }
     emit(answer)
+
+
+def _warn_of(result: "Accuracy", doubt: str) -> None:
+    """Warn of what makes the figures doubtful."""
+    if doubt:
+        warn(f"{doubt}; if that is wrong, give --class-map FILE")
+    if result.skipped:
+        images = plural(len(result.skipped), "image")
+        warn(f"{images} cannot be read: {names(result.skipped)}")
+    if result.not_finite:
+        images = plural(result.not_finite, "image")
+        warn(f"{images} gave scores that are not finite, counted as wrong")

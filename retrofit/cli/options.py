@@ -6,7 +6,6 @@ Importing this imports no torch: `--help` and shell completion respond at once.
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fractions import Fraction
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ _METAVARS = {
     "text": "NAME",
 }
 
-# typed characters from which names of networks are worth the seconds that importing timm takes
+# Typed characters from which names of networks are worth the seconds that importing timm takes
 _ENOUGH = 2
 
 
@@ -60,10 +59,12 @@ class Grouped(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what MODEL may be, and each group under its title."""
-        title, listed = "Options", {"Argument": [("MODEL", MODEL)]}
-        for one in self.get_params(ctx):
-            title = self.groups.get(one.name or "", title)
-            if isinstance(one, click.Option) and (record := one.get_help_record(ctx)) is not None:
+        title = "Options"
+        listed = {"Argument": [("MODEL", MODEL)]}
+        for parameter in self.get_params(ctx):
+            title = self.groups.get(parameter.name or "", title)
+            record = parameter.get_help_record(ctx)
+            if isinstance(parameter, click.Option) and record is not None:
                 listed.setdefault(title, []).append(record)
         for name, records in listed.items():
             with formatter.section(name):
@@ -74,13 +75,19 @@ def refuse_flags(reason: str, *, but: Collection[str]) -> None:
     """Raise UsageError if anything other than the named arguments was typed: flags, or MODEL."""
     context = click.get_current_context()
     refused = [
-        max(one.opts, key=len) if isinstance(one, click.Option) else one.human_readable_name
-        for one in context.command.params
-        if context.get_parameter_source(str(one.name)) is ParameterSource.COMMANDLINE
-        and one.name not in but
+        _typed_name(parameter)
+        for parameter in context.command.params
+        if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        and parameter.name not in but
     ]
     if refused:
         raise UsageError(f"{reason}; drop {', '.join(refused)}")
+
+
+def _typed_name(parameter: click.Parameter) -> str:
+    if isinstance(parameter, click.Option):
+        return max(parameter.opts, key=len)
+    return parameter.human_readable_name
 
 
 def complete_model(
@@ -157,7 +164,12 @@ def option(flags: str, help: str, kind: Any = str, **rest: Any) -> Decorator:
 
 
 def _stacked(*options: Decorator) -> Decorator:
-    return lambda function: reduce(lambda made, one: one(made), reversed(options), function)
+    def decorate(function: Any) -> Any:
+        for decorator in reversed(options):
+            function = decorator(function)
+        return function
+
+    return decorate
 
 
 def _conversion_option(name: str, known: Option) -> Decorator:

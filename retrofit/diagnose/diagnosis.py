@@ -5,6 +5,7 @@ Images pass batch by batch: moments are gathered as they go, quantiles from a fe
 channel, so memory does not grow with their number.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -34,17 +35,20 @@ Item = TypeVar("Item")
 
 NOISE_LEVELS = (0.0, 0.1, 0.25, 0.5, 1.0)
 INJECTED = 0.1
-# of a channel in a batch, for a Q-Q plot
+# Values of a channel in a batch, for a Q-Q plot.
 _VALUES = 2048
-_PAIRS, _PAIR_VALUES = 8, 400
-# values of a channel, below which statistics of pairs say nothing
+# Pairs of channels of a layer, and values of each.
+_PAIRS = 8
+_PAIR_VALUES = 400
+# Values of a channel, below which statistics of pairs say nothing.
 FEWEST = 50
-# of a channel in an image, evenly spread, for the activation's linearity
+# Of a channel in an image, evenly spread, for the activation's linearity.
 _POSITIONS = 4096
-# layers that get noise
+# Layers that get noise.
 _SOURCES = 4
-# followed through the layers, which takes two copies of a batch
+# Images followed through the layers, which takes two copies of them.
 _NOISE_IMAGES = 16
+_QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
 
 
 @dataclass(frozen=True)
@@ -52,54 +56,49 @@ class Layer:
     """What was found about one normalization layer."""
 
     name: str
-    # class name
+    # Class name.
     kind: str
-    r2: (
-        float | None
-    )  # mean R^2 of the Q-Q plots of what the affine gets: after the power transform, where there is one
-    # the same before the transform; None where there is none
+    # Mean R^2 of the Q-Q plots of what the affine gets: after the power transform, where there is
+    # one.
+    r2: float | None
+    # The same before the transform; None where there is none.
     r2_before: float | None
     power: Power
-    henze_zirkler: (
-        float | None
-    )  # mean over pairs of channels; None where no pair varies, or a batch has too few values
-    # mean adjusted mutual information over the same pairs
+    # Mean over pairs of channels; None where no pair varies, or a batch has too few values.
+    henze_zirkler: float | None
+    # Mean adjusted mutual information over the same pairs.
     dependence: float | None
-    linearity: (
-        float | None
-    )  # how close to linear the activation that directly follows acts; None without one
+    # How close to linear the activation that directly follows acts; None without one.
+    linearity: float | None
     # Quantiles 0, 5, 25, 50, 75, 95 and 100% of lambda, strength included: over channels where a
     # running average is used, else over the normalized sets of the first images; None without a
     # transform.
     lmbda: tuple[float, ...] | None
-    plot: meters.QQ | None = field(
-        repr=False, compare=False
-    )  # of the channel whose R^2 is the median one
+    # Of the channel whose R^2 is the median one.
+    plot: meters.QQ | None = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Attenuation:
     """What is left, layer by layer, of noise added at one layer."""
 
-    # the layer whose output got the noise
+    # The layer whose output got the noise.
     source: str
-    layers: tuple[
-        str, ...
-    ]  # it and those after it whose output varies, in the order in which they are called
-    errors: tuple[
-        float, ...
-    ]  # of each one's output: |noisy - clean| / |clean - its mean over images and positions|
+    # It and those after it whose output varies, in the order in which they are called.
+    layers: tuple[str, ...]
+    # Of each one's output: |noisy - clean| / |clean - its mean over images and positions|.
+    errors: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class InputNoise:
     """Answers under noise on the images."""
 
-    # standard deviation of the noise, in units of the normalized image
+    # Standard deviation of the noise, in units of the normalized image
     level: float
-    # percent right; None without labels
+    # Percent right; None without labels
     top1: float | None
-    # percent of answers that are those without noise
+    # Percent of answers that are those without noise
     agreement: float
 
 
@@ -115,18 +114,18 @@ class UnderAttack:
 class Diagnosis:
     """What was found about a network."""
 
-    # that were measured
+    # That were measured.
     images: int
-    # that were called, in the model's order
+    # That were called, in the model's order.
     layers: tuple[Layer, ...]
-    # where noise injected at some layers went
+    # Where noise injected at some layers went.
     noise: tuple[Attenuation, ...]
-    # empty where the model gives no class scores
+    # Empty where the model gives no class scores.
     input_noise: tuple[InputNoise, ...]
     # Layers that subtract no mean, are one with their activation, or do not hold the images in
     # their first dimension.
     unmeasured: tuple[str, ...] = ()
-    # None where none was asked for, or there are no labels
+    # None where none was asked for, or there are no labels.
     attack: UnderAttack | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,9 +145,13 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
         pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
         with evaluating(network.model):
             scores = network.model(pixels.to(device_of(network.model)))
-        outputs = scores.shape[1] if isinstance(scores, Tensor) and scores.ndim == 2 else None
+        outputs = scores.shape[1] if _are_scores(scores) else None
         labelled = data.classes is not None and not data.doubt(outputs, network.labels)
     return sample_loader(data, network.preprocess, images, batch_size, labelled)
+
+
+def _are_scores(answer: Any) -> bool:
+    return isinstance(answer, Tensor) and answer.ndim == 2
 
 
 def diagnose(
@@ -164,13 +167,20 @@ def diagnose(
     """Measure a network with normalization layers, on any device; its mode, hooks and statistics
     end as they were.
 
-    A batch is preprocessed images, (N, C, H, W), and their labels or None. All are passed over at
-    least twice, so a loader that reads them when asked for (`sample_loader`) keeps memory small.
-    Q-Q plots are of `channels` of each layer, in `plotted` batches, evenly spread (20 and 10 are
-    figure 6's); `seed` chooses channels, values and noise. An `attack` on the images counts the
-    answers that stay right. `progress` gets (done, in all, what). A RetrofitError says that the
-    network calls no normalization layer or gives scores that are not finite, or that there are no
-    images.
+    Args:
+        model: The network.
+        batches: Preprocessed images, (N, C, H, W), and their labels or None. All are passed over at
+            least twice, so a loader that reads them when asked for (`sample_loader`) keeps memory
+            small.
+        channels: Q-Q plots are of so many channels of each layer, as in figure 6.
+        plotted: Batches that Q-Q plots are made of, evenly spread, as in figure 6.
+        seed: Chooses channels, values and noise.
+        attack: A change of the images, to count the answers that stay right.
+        progress: Gets (done, in all, what).
+
+    Raises:
+        RetrofitError: If the network calls no normalization layer or gives scores that are not
+            finite, or there are no images.
     """
     every_probe, unmeasured = probes(model)
     if not len(batches):
@@ -178,68 +188,101 @@ def diagnose(
     device = device_of(model)
     first = next(iter(batches))[0].to(device)
 
-    def passed_over(what: str) -> Iterator[Batch]:
-        for pixels, labels in _reported(what, batches, progress):
+    def passed_over(stage: str) -> Iterator[Batch]:
+        for pixels, labels in _reported(stage, batches, progress):
             yield pixels.to(device), labels
 
     with evaluating(model):
-        apart = without_image_rows(model, [probe.layer for probe in every_probe], first[:1])
-        rowless = [probe.name for probe in every_probe if probe.layer in apart]
-        if len(rowless) == len(every_probe):
-            what = (
-                "the model has no normalization layer that holds the images in its first dimension"
-            )
-            raise RetrofitError(f"{what}, to diagnose; `retrofit inspect` lists what a model has")
-        every = -(-len(batches) // plotted)
-        observers = [
-            _Observer(probe, channels, seed, every)
-            for probe in every_probe
-            if probe.layer not in apart
-        ]
+        measured, rowless = _split_by_rows(model, every_probe, first[:1])
+        every = math.ceil(len(batches) / plotted)
+        observers = [_Observer(probe, channels, seed, every) for probe in measured]
         _follow_activations(model, observers)
-        images, clean = 0, []
-        with hooked(one.probe.layer.register_forward_pre_hook(one.observe) for one in observers):
-            for pixels, _ in passed_over("layers"):
-                scores = model(pixels)
-                if isinstance(scores, Tensor) and scores.ndim == 2:
-                    if not scores.isfinite().all():
-                        raise RetrofitError(
-                            "the network gives scores that are not finite; check its weights"
-                        )
-                    clean.append(scores.argmax(1))
-                images += len(pixels)
+        images, answers = _observe(model, observers, passed_over("layers"))
         called = [observer for observer in observers if observer.seen]
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
         lambdas = lambda_values(model, first)
         layers = [
-            one.result(lambdas.get(one.probe.name))
-            for one in _reported("statistics", called, progress)
+            observer.result(lambdas.get(observer.probe.name))
+            for observer in _reported("statistics", called, progress)
         ]
         live = [observer.probe for observer in called]
         sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
-        few = min(len(batches), -(-_NOISE_IMAGES // len(first)))
-        pixels = torch.cat([batch for batch, _ in islice(batches, few)])[:_NOISE_IMAGES].to(device)
-        noise = []
-        for source in _reported("noise", sources, progress):
-            followed = attenuation(model, live, source, pixels, seed)
-            noise += [followed] if followed.errors else []
-        answers = input_noise(model, passed_over("input noise"), clean, seed) if clean else []
-        attacked = (
-            under_attack(model, passed_over("attack"), clean, attack) if clean and attack else None
-        )
+        pixels = _first_images(batches, len(first)).to(device)
+        noise = [
+            attenuation(model, live, source, pixels, seed)
+            for source in _reported("noise", sources, progress)
+        ]
+        under_noise: list[InputNoise] = []
+        attacked = None
+        if answers:
+            under_noise = input_noise(model, passed_over("input noise"), answers, seed)
+        if answers and attack is not None:
+            attacked = under_attack(model, passed_over("attack"), answers, attack)
     return Diagnosis(
-        images, tuple(layers), tuple(noise), tuple(answers), (*unmeasured, *rowless), attacked
+        images=images,
+        layers=tuple(layers),
+        noise=tuple(followed for followed in noise if followed.errors),
+        input_noise=tuple(under_noise),
+        unmeasured=(*unmeasured, *rowless),
+        attack=attacked,
     )
 
 
+def _first_images(batches: Batches, batch_size: int) -> Tensor:
+    """Return the images, (N, C, H, W), that noise is followed on."""
+    few = math.ceil(_NOISE_IMAGES / batch_size)
+    return torch.cat([pixels for pixels, _ in islice(batches, few)])[:_NOISE_IMAGES]
+
+
+def _split_by_rows(
+    model: nn.Module, every_probe: list[Probe], image: Tensor
+) -> tuple[list[Probe], list[str]]:
+    """Return the probes of layers that hold the images in their first dimension, and the names of
+    the other layers.
+    """
+    apart = without_image_rows(model, [probe.layer for probe in every_probe], image)
+    measured = [probe for probe in every_probe if probe.layer not in apart]
+    if not measured:
+        raise RetrofitError(
+            "the model has no normalization layer that holds the images in its first dimension, "
+            "to diagnose; `retrofit inspect` lists what a model has"
+        )
+    return measured, [probe.name for probe in every_probe if probe.layer in apart]
+
+
+def _observe(
+    model: nn.Module, observers: "list[_Observer]", batches: Iterable[Batch]
+) -> tuple[int, list[Tensor]]:
+    """Have observers look at all images; return their number, and the classes (N,) that the network
+    names for each batch, if it gives class scores.
+    """
+    images = 0
+    answers: list[Tensor] = []
+    hooks = (
+        observer.probe.layer.register_forward_pre_hook(observer.observe) for observer in observers
+    )
+    with hooked(hooks):
+        for pixels, _ in batches:
+            images += len(pixels)
+            scores = model(pixels)
+            if not _are_scores(scores):
+                continue
+            if not scores.isfinite().all():
+                raise RetrofitError(
+                    "the network gives scores that are not finite; check its weights"
+                )
+            answers.append(scores.argmax(1))
+    return images, answers
+
+
 def _reported(
-    what: str, items: Sequence[Item] | DataLoader[Item], progress: Progress | None
+    stage: str, items: Sequence[Item] | DataLoader[Item], progress: Progress | None
 ) -> Iterator[Item]:
     for number, item in enumerate(items, 1):
         yield item
         if progress is not None:
-            progress(number, len(items), what)
+            progress(number, len(items), stage)
 
 
 def _follow_activations(model: nn.Module, observers: "list[_Observer]") -> None:
@@ -262,9 +305,12 @@ class _Observer:
         self.probe = probe
         self.activation: nn.Module | None = None
         self.seen = 0
-        self._channels, self._every = channels, every
+        self._channels = channels
+        # One in so many batches is plotted.
+        self._every = every
         self._generator = torch.Generator().manual_seed(seed)
-        self._power, self._linearity = PowerMeter(), LinearityMeter()
+        self._power = PowerMeter()
+        self._linearity = LinearityMeter()
         self._plots: list[meters.QQ] = []
         self._before: list[float] = []
         self._pairs: list[meters.FloatArray] = []
@@ -276,8 +322,8 @@ class _Observer:
         self._power.update(y)
         if self.activation is not None:
             out = self.probe.output(x)
-            z = self.activation(out.clone())
-            before, after = self.probe.by_channel(out), self.probe.by_channel(z)
+            before = self.probe.by_channel(out)
+            after = self.probe.by_channel(self.activation(out.clone()))
             step = 1 + (before.shape[2] - 1) // _POSITIONS
             self._linearity.update(before[..., ::step], after[..., ::step])
         if self.seen % self._every == 0:
@@ -285,34 +331,28 @@ class _Observer:
         self.seen += 1
 
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
+        """Plot channels of what the layer passes on, and of what its transform gets."""
         drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
         channels = drawn[: self._channels].sort().values
         state = self._generator.get_state()
         values = meters.sample(y, channels, _VALUES, self._generator)
-        self._plots += [plot for column in values.T if (plot := meters.qq(column)) is not None]
+        self._plots += _plots(values)
         if self.probe.transforms:
+            # The same values as above.
             self._generator.set_state(state)
-            before = meters.sample(
-                self.probe.normalized(x, transformed=False), channels, _VALUES, self._generator
-            )
-            self._before += [
-                plot.r2 for column in before.T if (plot := meters.qq(column)) is not None
-            ]
-        if not self._pairs:
-            enough = values[:_PAIR_VALUES].T if len(values) >= FEWEST else ()
-            live = [column for column in enough if column.std() > 0]
-            self._pairs = [np.stack(pair, 1) for pair in zip(live[0::2], live[1::2], strict=False)][
-                :_PAIRS
-            ]
+            untransformed = self.probe.normalized(x, transformed=False)
+            before = meters.sample(untransformed, channels, _VALUES, self._generator)
+            self._before += [plot.r2 for plot in _plots(before)]
+        if not self._pairs and len(values) >= FEWEST:
+            self._pairs = _pairs(values[:_PAIR_VALUES])
 
     def result(self, lmbda: Tensor | None) -> Layer:
         """Return the layer's figures; `lmbda` are its estimates, if it has any."""
         quantiles = None
         if lmbda is not None:
-            used = 1 + float(self.probe.layer.effective_alpha) * (lmbda.double() - 1)  # type: ignore[arg-type]
-            quantiles = tuple(
-                np.quantile(used.numpy(), [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]).tolist()
-            )
+            layer: Any = self.probe.layer
+            used = 1 + float(layer.effective_alpha) * (lmbda.double() - 1)
+            quantiles = tuple(np.quantile(used.numpy(), _QUANTILES).tolist())
         ranked = sorted(self._plots, key=lambda plot: plot.r2)
         return Layer(
             name=self.probe.name,
@@ -326,6 +366,19 @@ class _Observer:
             lmbda=quantiles,
             plot=ranked[len(ranked) // 2] if ranked else None,
         )
+
+
+def _plots(values: meters.FloatArray) -> list[meters.QQ]:
+    """Return the Q-Q plots of the columns of (values, channels) that vary."""
+    every = [meters.qq(column) for column in values.T]
+    return [plot for plot in every if plot is not None]
+
+
+def _pairs(values: meters.FloatArray) -> list[meters.FloatArray]:
+    """Return (values, 2) of neighbouring columns that vary, of (values, channels)."""
+    live = [column for column in values.T if column.std() > 0]
+    pairs = zip(live[0::2], live[1::2], strict=False)
+    return [np.stack(pair, 1) for pair in islice(pairs, _PAIRS)]
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
@@ -353,22 +406,26 @@ def attenuation(
         shape = [1] * clean.ndim
         shape[source.channel_axis(clean)] = -1
         spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
-        drawn = torch.randn(clean.shape, generator=generator, dtype=torch.float32, device="cpu").to(
-            clean
-        )
-        return torch.cat([clean, clean + INJECTED * spread * drawn])
+        return torch.cat([clean, clean + INJECTED * spread * _noise_like(clean, generator)])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
-        if probe.name not in errors and (errors or probe is source):
-            clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
-            scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
-            if scale > 0:
-                errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
+        if probe.name in errors or not (errors or probe is source):
+            return
+        clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
+        scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
+        if scale > 0:
+            errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
 
     watched = hooked(probe.layer.register_forward_hook(partial(compare, probe)) for probe in live)
     with source.layer.register_forward_hook(perturb), watched:
         model(torch.cat([pixels, pixels]))
     return Attenuation(source.name, tuple(errors), tuple(errors.values()))
+
+
+def _noise_like(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw normal noise on the CPU, the same for every device."""
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu")
+    return noise.to(values)
 
 
 def input_noise(
@@ -379,19 +436,20 @@ def input_noise(
 
     `answers` are the classes (N,) that it names for each batch without noise.
     """
-    images, right, same = 0, [0] * len(NOISE_LEVELS), [0] * len(NOISE_LEVELS)
+    images = 0
+    right = [0] * len(NOISE_LEVELS)
+    same = [0] * len(NOISE_LEVELS)
     labelled = True
     generator = torch.Generator().manual_seed(seed)
     for (pixels, labels), clean in zip(batches, answers, strict=True):
-        drawn = torch.randn(
-            pixels.shape, generator=generator, dtype=torch.float32, device="cpu"
-        ).to(pixels)
+        drawn = _noise_like(pixels, generator)
         images += len(pixels)
         labelled &= labels is not None
         for place, level in enumerate(NOISE_LEVELS):
             noisy = model(pixels + level * drawn).argmax(1) if level else clean
             same[place] += int((noisy == clean).sum())
-            right[place] += 0 if labels is None else int((noisy == labels.to(noisy)).sum())
+            if labels is not None:
+                right[place] += int((noisy == labels.to(noisy)).sum())
     return [
         InputNoise(level, 100 * r / images if labelled else None, 100 * s / images)
         for level, r, s in zip(NOISE_LEVELS, right, same, strict=True)

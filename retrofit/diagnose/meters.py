@@ -35,7 +35,7 @@ from retrofit.surgery.families import find_norms
 
 FloatArray = NDArray[np.float64]
 
-# points kept of a Q-Q plot
+# Points kept of a Q-Q plot.
 _CURVE = 64
 _HOOKS = (
     "_forward_hooks",
@@ -49,11 +49,11 @@ _HOOKS = (
 class QQ:
     """One Q-Q plot: a channel of one batch against the normal distribution."""
 
-    # coefficient of determination of the line of best fit
+    # Coefficient of determination of the line of best fit
     r2: float
-    # normal quantiles, thinned out for drawing
+    # Normal quantiles, thinned out for drawing.
     theoretical: FloatArray
-    # the sample's ordered values there, standardized
+    # The sample's ordered values there, standardized.
     ordered: FloatArray
 
 
@@ -62,10 +62,8 @@ def qq(sample: FloatArray) -> QQ | None:
     spread = sample.std()
     if not np.isfinite(spread) or spread <= 1e-12 * max(1.0, np.abs(sample).max()):
         return None
-    theoretical, ordered = (
-        _normal_quantiles(len(sample)),
-        np.sort((sample - sample.mean()) / spread),
-    )
+    theoretical = _normal_quantiles(len(sample))
+    ordered = np.sort((sample - sample.mean()) / spread)
     r = np.corrcoef(theoretical, ordered)[0, 1]
     places = np.unique(np.linspace(0, len(ordered) - 1, _CURVE).round().astype(int))
     return QQ(float(r) ** 2, theoretical[places], ordered[places])
@@ -76,9 +74,8 @@ def _normal_quantiles(values: int) -> FloatArray:
     """Return what that many ordered values are plotted against: the normal quantiles of Filliben's
     medians of ranks.
     """
-    ranks = (torch.arange(1, values + 1, dtype=torch.float64, device="cpu") - 0.3175) / (
-        values + 0.365
-    )
+    numbers = torch.arange(1, values + 1, dtype=torch.float64, device="cpu")
+    ranks = (numbers - 0.3175) / (values + 0.365)
     ranks[-1] = 0.5 ** (1 / values)
     ranks[0] = 1 - ranks[-1]
     quantiles: FloatArray = torch.special.ndtri(ranks).numpy()
@@ -97,11 +94,8 @@ def henze_zirkler(pair: FloatArray) -> float:
     covariance = np.cov(pair, rowvar=False, bias=True)
     if np.linalg.matrix_rank(covariance) < d:
         return 4.0 * n
-    y = np.linalg.solve(
-        np.linalg.cholesky(covariance),
-        (pair - pair.mean(0)).T,
-        # mean 0, covariance 1
-    ).T
+    # Mean 0, covariance 1.
+    y = np.linalg.solve(np.linalg.cholesky(covariance), (pair - pair.mean(0)).T).T
     lengths = (y * y).sum(1)
     gaps = np.maximum(lengths[:, None] + lengths - 2 * y @ y.T, 0.0)
     beta2 = (n * (2 * d + 1) / 4) ** (2 / (d + 4)) / 2
@@ -116,8 +110,9 @@ def dependence(pair: FloatArray, bins: int = 10) -> float:
     """
     from sklearn.metrics import adjusted_mutual_info_score
 
-    cut = [np.searchsorted(np.quantile(v, np.linspace(0, 1, bins + 1)[1:-1]), v) for v in pair.T]
-    return float(adjusted_mutual_info_score(*cut))
+    shares = np.linspace(0, 1, bins + 1)[1:-1]
+    first, second = (np.searchsorted(np.quantile(v, shares), v) for v in pair.T)
+    return float(adjusted_mutual_info_score(first, second))
 
 
 def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator) -> FloatArray:
@@ -138,13 +133,13 @@ class Power:
     left side).
     """
 
-    # power of the mean over the data set
+    # Power of the mean over the data set.
     p1: float
-    # variance between images of their means
+    # Variance between images of their means.
     p2: float
-    # power of the mean over images of their standard deviations
+    # Power of the mean over images of their standard deviations.
     p3: float
-    # variance between images of their standard deviations
+    # Variance between images of their standard deviations.
     p4: float
     # (sum of channel powers)^2 / (C * sum of their squares): 1 if all are equal, 1/C if one has all
     balance: float
@@ -158,7 +153,7 @@ class _Meter:
         self._sums: Any = 0
 
     def _add(self, moments: list[Tensor]) -> None:
-        # of (N, C) each
+        # Of (N, C) each.
         self._sums = self._sums + torch.stack(moments).sum(1)
         self._images += len(moments[0])
 
@@ -169,23 +164,25 @@ class PowerMeter(_Meter):
     def update(self, y: Tensor) -> None:
         """Add what the layer passes on, of shape (N, C, positions)."""
         mean = y.mean(2, keepdim=True)
-        std = (
-            torch.linalg.vector_norm(y - mean, dim=2).double() / y.shape[2] ** 0.5
-        )  # many times as fast as torch.std
+        # Many times as fast as torch.std.
+        std = torch.linalg.vector_norm(y - mean, dim=2).double() / y.shape[2] ** 0.5
         mean = mean.squeeze(2).double()
         self._add([mean, mean.square(), std, std.square()])
 
     def result(self) -> Power:
         """Return the shares over all images."""
-        # (4, C)
+        # (C,) each.
         mean, square, std, variance = self._sums / self._images
-        terms = torch.stack(
-            [mean.square(), square - mean.square(), std.square(), variance - std.square()]
-        ).clamp_min(0)
-        power, tiny = terms.sum(0), torch.finfo(terms.dtype).tiny
+        between_means = square - mean.square()
+        between_stds = variance - std.square()
+        terms = torch.stack([mean.square(), between_means, std.square(), between_stds])
+        terms = terms.clamp_min(0)
+        power = terms.sum(0)
+        tiny = torch.finfo(terms.dtype).tiny
         p1, p2, p3, p4 = (terms.sum(1) / power.sum().clamp_min(tiny)).cpu().tolist()
         squares = power.square().sum().clamp_min(tiny)
-        return Power(p1, p2, p3, p4, balance=float(power.sum().square() / (len(power) * squares)))
+        balance = power.sum().square() / (len(power) * squares)
+        return Power(p1, p2, p3, p4, float(balance))
 
 
 class LinearityMeter(_Meter):
@@ -193,21 +190,26 @@ class LinearityMeter(_Meter):
 
     def update(self, x: Tensor, z: Tensor) -> None:
         """Add the activation's input and output, each of shape (N, C, positions)."""
-        mean_x, mean_z = x.mean(2, keepdim=True), z.mean(2, keepdim=True)
-        x, z = x - mean_x, z - mean_z
-        aa, bb, ab = (
-            torch.linalg.vecdot(u, v).double() / x.shape[2] for u, v in ((x, x), (z, z), (x, z))
-        )
-        a, b = mean_x.squeeze(2).double(), mean_z.squeeze(2).double()
-        self._add([a, b, aa + a * a, bb + b * b, ab + a * b])
+        x_mean = x.mean(2, keepdim=True)
+        z_mean = z.mean(2, keepdim=True)
+        x_rest = x - x_mean
+        z_rest = z - z_mean
+        xx = torch.linalg.vecdot(x_rest, x_rest).double() / x.shape[2]
+        zz = torch.linalg.vecdot(z_rest, z_rest).double() / x.shape[2]
+        xz = torch.linalg.vecdot(x_rest, z_rest).double() / x.shape[2]
+        a = x_mean.squeeze(2).double()
+        b = z_mean.squeeze(2).double()
+        self._add([a, b, xx + a * a, zz + b * b, xz + a * b])
 
     def result(self) -> float:
         """Return the mean over channels; one whose output does not vary counts as linear."""
-        # (5, C)
-        a, b, aa, bb, ab = self._sums / self._images
-        var_a, var_b = (aa - a * a).clamp_min(0), (bb - b * b).clamp_min(0)
-        share = (ab - a * b).square() / (var_a * var_b).clamp_min(torch.finfo(var_a.dtype).tiny)
-        return float(torch.where(var_b <= 1e-12 * bb, 1.0, share).clamp_max(1).mean())
+        # (C,) each.
+        x, z, xx, zz, xz = self._sums / self._images
+        x_var = (xx - x * x).clamp_min(0)
+        z_var = (zz - z * z).clamp_min(0)
+        scale = (x_var * z_var).clamp_min(torch.finfo(x_var.dtype).tiny)
+        share = (xz - x * z).square() / scale
+        return float(torch.where(z_var <= 1e-12 * zz, 1.0, share).clamp_max(1).mean())
 
 
 class Probe:
@@ -216,7 +218,9 @@ class Probe:
     """
 
     def __init__(self, name: str, layer: nn.Module) -> None:
-        self.name, self.layer, self.kind = name, layer, type(layer).__name__
+        self.name = name
+        self.layer = layer
+        self.kind = type(layer).__name__
         self._bare: Any = copy.copy(layer)
         self._bare._modules = {
             key: nn.Identity() if key in ("drop", "act") else child
@@ -225,9 +229,8 @@ class Probe:
         for hooks in _HOOKS:
             setattr(self._bare, hooks, OrderedDict())
         self._bare.training = False
-        self.transforms = isinstance(
-            layer, NormalityMixin
-        )  # whether it applies the power transform
+        # Whether it applies the power transform.
+        self.transforms = isinstance(layer, NormalityMixin)
 
     def normalized(self, x: Tensor, transformed: bool = True) -> Tensor:
         """Return what the affine gets, the transform included unless not `transformed`, as (N, C,
@@ -261,14 +264,13 @@ class Probe:
     def _neutral(self) -> dict[str, Tensor]:
         """The affine parameters that leave the normalized values as they are."""
         neutral: dict[str, Tensor] = {}
-        weight, bias = (getattr(self.layer, key, None) for key in ("weight", "bias"))
+        weight = getattr(self.layer, "weight", None)
+        bias = getattr(self.layer, "bias", None)
         if isinstance(weight, Tensor):
-            gain = (
-                getattr(self.layer, "gain", None)
-                if isinstance(self.layer, MigratedGroupNorm)
-                else None
-            )
-            neutral["weight"] = torch.ones_like(weight) if gain is None else gain.to(weight)
+            neutral["weight"] = torch.ones_like(weight)
+            gain = getattr(self.layer, "gain", None)
+            if isinstance(self.layer, MigratedGroupNorm) and gain is not None:
+                neutral["weight"] = gain.to(weight)
         if isinstance(bias, Tensor):
             neutral["bias"] = torch.zeros_like(bias)
         return neutral

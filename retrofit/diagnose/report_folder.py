@@ -5,7 +5,7 @@ that opens from disk, in one folder, whole or not at all.
 import base64
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 from operator import attrgetter
@@ -22,7 +22,7 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_folder, ensure_writable
 from retrofit.utils.text import printable, shortlist
 
-# one or two, by the name to show
+# One or two, by the name to show.
 Networks = Mapping[str, Diagnosis]
 
 # Marks a folder as a report, which may be replaced.
@@ -37,7 +37,7 @@ _FIGURES = {
 """The columns of numbers: a title, and the attribute of a layer."""
 _COLLAPSED = 0.5
 _LINEAR = 0.95
-# inches, as wide as a telephone shows at a readable size
+# Inches, as wide as a telephone shows at a readable size
 _WIDTH = 4.4
 _LAYER = "layer (number in the table)"
 _RC: dict[str, Any] = {
@@ -101,7 +101,7 @@ class Plot(NamedTuple):
             figure = Figure(figsize=(_WIDTH, self.height))
             self.draw(figure, networks)
             handles, labels = figure.axes[0].get_legend_handles_labels()
-            # below the figure, off the data
+            # Below the figure, off the data.
             if labels:
                 columns = 2 if max(map(len, labels)) < 28 else 1
                 figure.legend(
@@ -264,7 +264,7 @@ def _by_layer(axes: Axes) -> None:
 
 def check_folder(folder: Path, force: bool) -> None:
     """Make sure that a report may be written to `folder`; a RetrofitError says why not."""
-    # where it will be written: a ~ that the shell left is a name
+    # Where it will be written: a ~ that the shell left is a name
     place = folder.absolute()
     if folder.is_symlink() or folder.exists():
         if not force:
@@ -272,7 +272,7 @@ def check_folder(folder: Path, force: bool) -> None:
                 f"{folder} exists; choose another `folder`, or pass `force=True` to replace it"
             )
         _refuse_what_others_wrote(folder)
-        # the new one is made beside it
+        # The new one is made beside it.
         place = place.with_name(f".{place.name}.tmp")
     ensure_writable(place)
 
@@ -307,46 +307,48 @@ def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> 
     A folder that is there is replaced once the new one is whole.
     """
     models = facts.get("models", {})
-    title = _as_html(
-        "Diagnosis of " + " and ".join(_titled(name, models.get(name, {})) for name in networks)
-    )
-    page = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title><style>{_STYLE.read_text()}</style></head><body>",
-        f"<h1>{title}</h1>",
-    ]
-    for name, diagnosis in networks.items():
-        page.append(
-            f'<p class="soft">{_as_html(_about(name, diagnosis, models.get(name, {})))}</p>'
-        )
-    page += [
-        "<ul>",
-        *(f"<li>{_as_html(sentence)}</li>" for sentence in sentences(networks)),
-        "</ul>",
-    ]
-    page.append('<div class="figures">')
+    titles = [_titled(name, models.get(name, {})) for name in networks]
+    title = _as_html("Diagnosis of " + " and ".join(titles))
+    abouts = [_about(name, networks[name], models.get(name, {})) for name in networks]
     with atomic_folder(folder) as staged:
+        figures = []
         for plot in plots(networks):
             png = plot.png(networks)
             (staged / f"{plot.name}.png").write_bytes(png)
-            heading, data = _as_html(plot.title), base64.b64encode(png).decode()
-            picture = f'<img src="data:image/png;base64,{data}" alt="{heading}">'
-            caption = f"<figcaption>{_as_html(TEXTS[plot.name])}</figcaption>"
-            page.append(f"<figure><h2>{heading}</h2>{picture}{caption}</figure>")
-        page.append("</div>")
+            figures.append(_as_figure(plot, png))
+        page = [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{title}</title><style>{_STYLE.read_text()}</style></head><body>",
+            f"<h1>{title}</h1>",
+            *(f'<p class="soft">{_as_html(about)}</p>' for about in abouts),
+            "<ul>",
+            *(f"<li>{_as_html(sentence)}</li>" for sentence in sentences(networks)),
+            "</ul>",
+            '<div class="figures">',
+            *figures,
+            "</div>",
+        ]
         for name, diagnosis in networks.items():
             page.append(f"<h2>{_as_html(name)}</h2>{_table(diagnosis.layers)}")
-        results = {
-            **facts,
-            "networks": {name: diagnosis.to_dict() for name, diagnosis in networks.items()},
-        }
-        (staged / _RESULTS).write_text(json.dumps(results, indent=1) + "\n")
-        (staged / _PAGE).write_text("\n".join([*page, "</body></html>"]) + "\n", encoding="utf-8")
+        page.append("</body></html>")
+        (staged / _PAGE).write_text("\n".join(page) + "\n", encoding="utf-8")
+        results = {name: diagnosis.to_dict() for name, diagnosis in networks.items()}
+        text = json.dumps({**facts, "networks": results}, indent=1)
+        (staged / _RESULTS).write_text(text + "\n")
         # Measuring takes long, and something may have come into the folder meanwhile.
         if folder.exists():
             _refuse_what_others_wrote(folder)
+
+
+def _as_figure(plot: Plot, png: bytes) -> str:
+    """Return a figure, its heading and its caption as HTML that holds the picture itself."""
+    heading = _as_html(plot.title)
+    data = base64.b64encode(png).decode()
+    picture = f'<img src="data:image/png;base64,{data}" alt="{heading}">'
+    caption = f"<figcaption>{_as_html(TEXTS[plot.name])}</figcaption>"
+    return f"<figure><h2>{heading}</h2>{picture}{caption}</figure>"
 
 
 def _as_html(text: object) -> str:
@@ -362,33 +364,42 @@ def _table(layers: Sequence[Layer]) -> str:
         "class": [layer.kind for layer in layers],
     }
     for title, attribute in _FIGURES.items():
-        values = map(attrgetter(attribute), layers)
-        columns[title] = ["" if value is None else f"{value:z.3f}" for value in values]
+        columns[title] = [_figure(attrgetter(attribute)(layer)) for layer in layers]
     filled = {title: cells for title, cells in columns.items() if any(cells)}
-    head = "".join(f"<th>{_as_html(title)}</th>" for title in filled)
-    rows = (
-        "".join(f"<td>{_as_html(cell)}</td>" for cell in row)
-        for row in zip(*filled.values(), strict=True)
-    )
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    head = _row("th", filled)
+    body = "".join(_row("td", cells) for cells in zip(*filled.values(), strict=True))
+    table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:z.3f}"
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{_as_html(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def _titled(name: str, model: Mapping[str, Any]) -> str:
     """Name a network with its architecture and how far it is converted; its own name says which run
     it is from.
     """
-    target = f" to {model['target']}" if model.get("target") else ""
-    strength = "" if model.get("strength") is None else f", t = {model['strength']:.3g}"
-    what = f"{model.get('model', name)}{target}{strength}"
-    return name if what == name else f"{name} ({what})"
+    title = str(model.get("model", name))
+    if model.get("target"):
+        title += f" to {model['target']}"
+    if model.get("strength") is not None:
+        title += f", t = {model['strength']:.3g}"
+    return name if title == name else f"{name} ({title})"
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:
-    weights = model.get("weights") or {}
-    whose = f", weights: {weights['kind']}" if weights else ""
-    origin = f" ({weights['from']})" if weights.get("from") else ""
-    return f"{_titled(name, model)}{whose}{origin}, {diagnosis.images} images"
+    text = _titled(name, model)
+    weights = model.get("weights")
+    if weights:
+        text += f", weights: {weights['kind']}"
+        if weights.get("from"):
+            text += f" ({weights['from']})"
+    return f"{text}, {diagnosis.images} images"
 
 
 def sentences(networks: Networks) -> list[str]:
@@ -399,42 +410,69 @@ def sentences(networks: Networks) -> list[str]:
 
 
 def _findings(diagnosis: Diagnosis) -> Iterator[str]:
-    layers = diagnosis.layers
-    if (r2 := mean_of(layer.r2 for layer in layers)) is not None:
-        worst, furthest = min((layer.r2, layer.name) for layer in layers if layer.r2 is not None)
-        before = mean_of(layer.r2_before for layer in layers)
-        gained = "" if before is None else f" ({before:.3f} before the transform)"
-        yield f"mean R² to normal {r2:.3f}{gained}; furthest from normal: {furthest} ({worst:.3f})"
+    yield from _gaussianity_findings(diagnosis.layers)
+    yield from _layer_findings(diagnosis.layers)
+    unmeasured = diagnosis.unmeasured
+    if unmeasured:
+        yield (
+            f"{len(unmeasured)} normalization layers subtract no mean, are one with their "
+            "activation or do not hold the images in their first dimension, and are not measured "
+            f"({shortlist(unmeasured)})"
+        )
+    yield from _noise_findings(diagnosis)
+    if diagnosis.attack is not None:
+        yield f"top-1 {diagnosis.attack.top1:.1f}% under {diagnosis.attack.attack}"
+
+
+def _gaussianity_findings(layers: Sequence[Layer]) -> Iterator[str]:
+    by_r2 = [(layer.r2, layer.name) for layer in layers if layer.r2 is not None]
+    r2 = mean_of(layer.r2 for layer in layers)
+    if r2 is None:
+        return
+    worst, furthest = min(by_r2)
+    text = f"mean R² to normal {r2:.3f}"
+    before = mean_of(layer.r2_before for layer in layers)
+    if before is not None:
+        text += f" ({before:.3f} before the transform)"
+    yield f"{text}; furthest from normal: {furthest} ({worst:.3f})"
+
+
+def _layer_findings(layers: Sequence[Layer]) -> Iterator[str]:
     collapsed = [layer.name for layer in layers if layer.power.p1 > _COLLAPSED]
-    yield (
-        f"{len(collapsed)} of {len(layers)} layers have most of their power in a constant (P1 above {_COLLAPSED:g})"
-        f"{': ' + collapsed[0] + ' is the first' if collapsed else ''}; P1 of the last layer {layers[-1].power.p1:.2f}"
+    text = (
+        f"{len(collapsed)} of {len(layers)} layers have most of their power in a constant "
+        f"(P1 above {_COLLAPSED:g})"
     )
-    if linear := [layer.linearity for layer in layers if layer.linearity is not None]:
-        count = sum(linearity > _LINEAR for linearity in linear)
-        yield f"{count} of {len(linear)} activations act almost linearly (above {_LINEAR:g})"
-    if few := sum(1 for layer in layers if layer.henze_zirkler is None):
+    if collapsed:
+        text += f": {collapsed[0]} is the first"
+    yield f"{text}; P1 of the last layer {layers[-1].power.p1:.2f}"
+    linearities = [layer.linearity for layer in layers if layer.linearity is not None]
+    if linearities:
+        linear = sum(linearity > _LINEAR for linearity in linearities)
+        yield f"{linear} of {len(linearities)} activations act almost linearly (above {_LINEAR:g})"
+    few = sum(layer.henze_zirkler is None for layer in layers)
+    if few:
         yield (
-            f"joint normality and dependence are left out for {few} of {len(layers)} layers: a batch has fewer than "
-            f"{FEWEST} values of a channel there, or its channels do not vary"
+            f"joint normality and dependence are left out for {few} of {len(layers)} layers: a "
+            f"batch has fewer than {FEWEST} values of a channel there, or its channels do not vary"
         )
-    if left := diagnosis.unmeasured:
-        yield (
-            f"{len(left)} normalization layers subtract no mean, are one with their activation or do not hold the "
-            f"images in their first dimension, and are not measured ({shortlist(left)})"
-        )
+
+
+def _noise_findings(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.noise:
         first = diagnosis.noise[0]
         ratio = first.errors[-1] / max(first.errors[0], 1e-30)
+        course = "grows" if ratio > 1 else "shrinks"
         yield (
-            f"noise added at {first.source} {'grows' if ratio > 1 else 'shrinks'} on its way: "
+            f"noise added at {first.source} {course} on its way: "
             f"relative to the signal it is {ratio:.2f} times as large at {first.layers[-1]}"
         )
-    if diagnosis.input_noise:
-        clean, noisy = diagnosis.input_noise[0], diagnosis.input_noise[-2]
-        if clean.top1 is not None and noisy.top1 is not None:
-            yield f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% with noise of {noisy.level:g} on the images"
-        else:
-            yield f"{noisy.agreement:.1f}% of the answers are the same with noise of {noisy.level:g} on the images"
-    if (attacked := diagnosis.attack) is not None:
-        yield f"top-1 {attacked.top1:.1f}% under {attacked.attack}"
+    if not diagnosis.input_noise:
+        return
+    clean = diagnosis.input_noise[0]
+    noisy = diagnosis.input_noise[-2]
+    noise = f"with noise of {noisy.level:g} on the images"
+    if clean.top1 is None or noisy.top1 is None:
+        yield f"{noisy.agreement:.1f}% of the answers are the same {noise}"
+    else:
+        yield f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% {noise}"
