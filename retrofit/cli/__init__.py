@@ -44,7 +44,11 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; for a mistyped one, suggest the closest."""
+        """Import a command.
+
+        Raises:
+            UsageError: If there is none of that name; it suggests the closest.
+        """
         if cmd_name in COMMANDS:
             command: click.Command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
             return command

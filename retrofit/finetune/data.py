@@ -58,9 +58,9 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         )
     if recipe.labelled and train.matched == "order" and _keeps_classifier(recipe, train, labels):
         train = train.mapped(labels=labels)
-    names = None
-    if recipe.labelled:
-        names = tuple(labels or ()) if train.matched == "labels" else train.names
+    names = train.names if recipe.labelled else None
+    if recipe.labelled and train.matched == "labels":
+        names = tuple(labels or ())
     notes = train.notes
     val_split = _val_split(recipe)
     if val_split != recipe.val_split:

@@ -81,10 +81,12 @@ def freeze_all_but_norm(
     Raises:
         RetrofitError: If nothing is left to train.
     """
-    norms = [module for module in model.modules() if _is_converted_norm(module)]
-    trained_ids = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(id(parameter) in trained_ids or name in also)
+        parameter.requires_grad_(name in also)
+    for module in model.modules():
+        if _is_converted_norm(module):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(True)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not trained:
         raise RetrofitError(

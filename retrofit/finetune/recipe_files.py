@@ -154,6 +154,11 @@ class _SettingsLoader(yaml.SafeLoader):
         """Merge nothing: the name `<<` is then one that yaml cannot construct."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Read a mapping.
+
+        Raises:
+            YAMLError: If a name stands twice.
+        """
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
             counts = Counter(str(key.value) for key, _ in node.value)

@@ -404,10 +404,7 @@ class Run:
         """Validate, write the epoch's line, and the network if it is the best so far."""
         position = self.position
         loss_sum, images = summed([position.loss_sum, position.images], self.accelerator)
-        if self.recipe.precise_bn is not None:
-            for model in self.networks:
-                batches = self.plain_images.batches(self.recipe.precise_bn, _PRECISE_BATCH)
-                update_bn(batches, model, self.device)
+        self._estimate_statistics()
         accuracy = self._validate()
         measured = _measured(accuracy)
         for names in gather_object([position.unreadable]):
@@ -437,6 +434,13 @@ class Run:
         self.callback.epoch(row)
         if accuracy is not None:
             self._warn_of_chance(row, accuracy.images)
+
+    def _estimate_statistics(self) -> None:
+        if self.recipe.precise_bn is None:
+            return
+        for model in self.networks:
+            batches = self.plain_images.batches(self.recipe.precise_bn, _PRECISE_BATCH)
+            update_bn(batches, model, self.device)
 
     def _validate(self) -> Accuracy | None:
         if self.val is None:

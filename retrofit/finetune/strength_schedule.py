@@ -6,9 +6,9 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.layers import NormalityMixin, StrengthMixin
+from retrofit.layers import NormalityMixin
 from retrofit.layers.base import check_noise
-from retrofit.layers.strength import check_strength
+from retrofit.layers.strength import check_strength, strength_layers
 from retrofit.utils.text import plural
 
 Shape = Literal["linear", "cosine", "there-and-back", "off"]
@@ -73,7 +73,7 @@ class StrengthSchedule:
             raise UsageError(
                 "there-and-back returns to a strength below 1; set `end`, 0 for the source's cost"
             )
-        self._layers = [module for module in model.modules() if isinstance(module, StrengthMixin)]
+        self._layers = strength_layers(model)
         if not self._layers:
             raise RetrofitError("the model holds no converted layer; convert it first")
         self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]

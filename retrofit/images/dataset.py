@@ -116,9 +116,9 @@ def _digits(training: bool) -> list[tuple[Image.Image, int]]:
     from sklearn.model_selection import train_test_split
 
     images, targets = load_digits(return_X_y=True)
-    rows = train_test_split(
-        np.arange(len(targets)), test_size=0.2, random_state=0, stratify=targets
-    )[0 if training else 1]
+    numbers = np.arange(len(targets))
+    train, val = train_test_split(numbers, test_size=0.2, random_state=0, stratify=targets)
+    rows = train if training else val
     pixels = (images[rows].reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
     return [
         (Image.fromarray(image), int(target))
@@ -277,14 +277,7 @@ def open_images(
     if channels not in (1, 3):
         advice = "build it with `in_chans=3` or `in_chans=1`"
         raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; {advice}")
-    if dataset == "digits" and data_dir is not None:
-        raise UsageError(
-            "the digits are built in and lie in no folder; drop `dataset` or `data_dir`"
-        )
-    if data_dir is None and not dataset:
-        raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
-    if not dataset and not Path(str(data_dir)).exists():
-        raise RetrofitError(f"there is no data at {data_dir}; {ADVICE}")
+    _check_source(data_dir, dataset)
     _check_part(data_dir, dataset, split)
     mode = "RGB" if channels == 3 else "L"
     if dataset == "digits":
@@ -295,6 +288,19 @@ def open_images(
     else:
         data = _named(data_dir, dataset, split, mode, class_map)
     return data.mapped(class_map, labels)
+
+
+def _check_source(data_dir: FileName | None, dataset: str) -> None:
+    if dataset == "digits" and data_dir is not None:
+        raise UsageError(
+            "the digits are built in and lie in no folder; drop `dataset` or `data_dir`"
+        )
+    if dataset:
+        return
+    if data_dir is None:
+        raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
+    if not Path(data_dir).exists():
+        raise RetrofitError(f"there is no data at {data_dir}; {ADVICE}")
 
 
 def _of_files(data_dir: FileName, split: str, mode: str, topmost: bool) -> ImageData:
@@ -414,6 +420,7 @@ def sample_loader(
     """
 
     def batch(samples: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor | None]:
+        """Stack images and targets, or raise RetrofitError for an unreadable image."""
         pixels, targets = zip(*samples, strict=True)
         lowest = min(targets)
         if lowest < 0:

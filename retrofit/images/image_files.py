@@ -4,9 +4,9 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import open_file
@@ -70,11 +70,13 @@ class ImageFiles:
             )
         self._names = sorted(places, key=_natural)
         self._places = [places[name] for name in self._names]
-        class_of = _topmost_folder if topmost else _innermost_folder
-        order: Callable[[str], Any] = str if topmost else _natural
-        labels = [class_of(name) for name in self._names]
         # In the order of the targets.
-        self.classes = sorted(set(labels), key=order)
+        if topmost:
+            labels = [name.partition("/")[0] for name in self._names]
+            self.classes = sorted(set(labels))
+        else:
+            labels = [os.path.basename(os.path.dirname(name)) for name in self._names]
+            self.classes = sorted(set(labels), key=_natural)
         number = {name: index for index, name in enumerate(self.classes)}
         self._targets = [number[label] for label in labels]
 
@@ -99,14 +101,6 @@ class ImageFiles:
     def filename(self, index: int) -> str:
         """Return an image's path inside the folder or tar."""
         return self._names[index]
-
-
-def _topmost_folder(name: str) -> str:
-    return name.partition("/")[0]
-
-
-def _innermost_folder(name: str) -> str:
-    return os.path.basename(os.path.dirname(name))
 
 
 def _in_folder(root: Path) -> tuple[list[str], list[str]]:
@@ -179,12 +173,7 @@ def _members(
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             name = os.path.normpath(member.name)
-            if member.islnk():
-                places[name] = places.get(os.path.normpath(member.linkname), _EMPTY)
-            elif member.isreg() and not member.issparse():
-                places[name] = (start + member.offset_data, member.size)
-            else:
-                places[name] = _EMPTY
+            places[name] = _place_of(member, start, places)
             path = os.path.normpath(os.path.join(folder, name))
             if _is_image(name):
                 yield path, places[name]
@@ -198,6 +187,15 @@ def _members(
         # tarfile takes a damaged header for the end.
         if tar.fileobj.read(512).strip(b"\0"):
             raise tarfile.ReadError(f"damaged at byte {start + tar.offset:,}")
+
+
+def _place_of(member: tarfile.TarInfo, start: int, places: dict[str, Place]) -> Place:
+    """Return where a member of a tar that begins at byte `start` lies, behind files at `places`."""
+    if member.islnk():
+        return places.get(os.path.normpath(member.linkname), _EMPTY)
+    if member.isreg() and not member.issparse():
+        return start + member.offset_data, member.size
+    return _EMPTY
 
 
 def _is_image(name: str) -> bool:

@@ -21,7 +21,7 @@ from retrofit.layers import ProxyNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.networks.cifar import resnet18
 from retrofit.surgery import apply, plan
-from tests.finetune.test_prepare import by_parameter
+from tests.finetune.test_optimization import by_parameter
 
 
 def test_flags_win_and_come_as_text() -> None:
