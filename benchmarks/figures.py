@@ -1,5 +1,4 @@
-r"""The pictures of README and docs, drawn from the recorded results: SVG, one for light pages and
-one for dark.
+r"""The pictures of README and docs, drawn from the recorded results: SVG, for light and dark pages.
 
     python benchmarks/figures.py
     python benchmarks/figures.py --terminal --checkpoint efficientnet-lite0.pth \
@@ -12,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
+import itertools
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,27 +20,41 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import torch
+from harness import RESULTS
 from matplotlib.figure import Figure
+from terminal import record_terminal
 from torch import Tensor, nn
 
 import retrofit
 from retrofit.finetune import StrengthSchedule
 from retrofit.layers import yeo_johnson
 
-RESULTS = Path(__file__).parent / "results"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THEMES = {"light": ("#1f2328", "#ffffff", "#d8dee4"), "dark": ("#e6edf3", "#0d1117", "#30363d")}
-OURS, BASELINE, TODAY = "#2f81f7", "#8b949e", "#e2701a"
+OURS = "#2f81f7"
+BASELINE = "#8b949e"
+TODAY = "#e2701a"
 H = torch.linspace(-3, 3, 121)
 STYLES = {"ln": "o-", "gn-pn": "s-", "bnn": "^-"}
 
 
+LITE = "tf_efficientnet_lite0"
+NETWORKS = {LITE: "EfficientNet-Lite0", "mobilenetv2_100": "MobileNetV2"}
+BATCHNORM = "BatchNorm, batch statistics"
+FROZEN = "BatchNorm, frozen statistics, affine trained"
+HEAD = "frozen statistics, last layer alone"
+
+
 def number(text: str) -> float:
-    """Return the first number of a cell of a table."""
-    found = re.search(r"-?\d+(\.\d+)?", text)
-    if found is None:
+    """Return the first number of a cell of a table.
+
+    Raises:
+        ValueError: There is none.
+    """
+    match = re.search(r"-?\d+(\.\d+)?", text)
+    if match is None:
         raise ValueError(f"no number in {text!r}")
-    return float(found[0])
+    return float(match[0])
 
 
 def table(file: str, heading: str, section: str = "") -> dict[str, list[str]]:
@@ -56,13 +66,27 @@ def table(file: str, heading: str, section: str = "") -> dict[str, list[str]]:
     start = next(
         place for place, line in enumerate(lines) if line.startswith("|") and heading in line
     )
-    rows: dict[str, list[str]] = {}
-    for line in lines[start + 2 :]:
-        if not line.startswith("|"):
-            break
-        cells = [cell.strip().strip("*`") for cell in line.strip("|").split("|")]
-        rows[cells[0]] = cells[1:]
-    return rows
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    return {name: cells for name, *cells in map(cells_of, rows)}
+
+
+def cells_of(row: str) -> list[str]:
+    """Return the cells of a table's row, without what makes them bold."""
+    return [cell.strip().strip("*`") for cell in row.strip("|").split("|")]
+
+
+def private(file: str, network: str) -> dict[tuple[str, str], float]:
+    """Return top-1 by network and epsilon, of the setup with the most pictures of dp.md."""
+    sections = (RESULTS / file).read_text().split("\n## ")
+    section = [text for text in sections if text.startswith(network)][-1]
+    rows = [cells_of(line) for line in section.splitlines() if line.startswith("| ")]
+    return {(row[0].replace("`", ""), row[1]): number(row[5]) for row in rows[1:]}
+
+
+def networks(*results: tuple[str, str]) -> list[str]:
+    """Return the networks for which every file has a section that starts so."""
+    texts = [((RESULTS / file).read_text(), title) for file, title in results]
+    return [name for name in NETWORKS if all(title.format(name) in text for text, title in texts)]
 
 
 def source_top1() -> float:
@@ -72,84 +96,145 @@ def source_top1() -> float:
 
 def before_training(figure: Figure) -> None:
     """Top-1 of a trained network before any training: the source, migrated, plainly swapped."""
-    rows = table("retention.md", "migrated")
-    bars = [("source", source_top1(), BASELINE)]
-    migrated, swapped = (number(cell) for cell in rows["ln"])
-    bars += [
+    migrated, swapped = map(number, table("retention.md", "migrated")["ln"])
+    bars = [
+        ("source", source_top1(), BASELINE),
         ("LayerNorm by retrofit, t = 1", migrated, OURS),
         ("LayerNorm, plain swap", swapped, TODAY),
     ]
     horizontal(figure, bars, "top-1 before any training, %")
 
 
+def features(figure: Figure) -> None:
+    """How much of the features is left before any training, in each network."""
+    figures = ("cosine", "centred", "same neighbour")
+    names = networks(("features.md", "## {}"))
+    for axes, name in zip(
+        figure.subplots(1, len(names), sharex=True, squeeze=False)[0], names, strict=True
+    ):
+        rows = table("features.md", "cosine", f"## {name}")
+        values = [number(cell) for cell in rows["ln"]]
+        shares = [100 * value if value <= 1 else value for value in values]
+        for offset, part, colour, label in (
+            (0.0, shares[:3], OURS, "LayerNorm by retrofit, t = 1"),
+            (0.4, shares[3:], TODAY, "LayerNorm, plain swap"),
+        ):
+            places = [place + offset for place in range(len(figures))]
+            axes.bar_label(axes.barh(places, part, 0.36, color=colour, label=label), fmt="%.0f")
+        axes.set_yticks([place + 0.2 for place in range(len(figures))], figures)
+        axes.invert_yaxis()
+        axes.set_title(NETWORKS[name])
+        axes.grid(visible=False)
+    legend(figure)
+
+
 def usual_way(figure: Figure) -> None:
     """Top-1 by what most people do, by retrofit and by the best other way, in three situations."""
-    private = {name: number(top1) for name, eps, top1 in csv_rows(RESULTS / "dp.md") if eps == "8"}
-    longer = {name: number(top1) for name, _, top1 in csv_rows(RESULTS / "dp_longer.md")}
-    clients, small = (
-        table("federated.md", "batch 8"),
-        table("evidence.md", "batch 1 ", "## cifar10, 500 training"),
-    )
-    batch, frozen = "BatchNorm, batch statistics", "BatchNorm, frozen statistics, affine trained"
-    groups = {
-        "private training,\nepsilon 8": (
-            (
-                "Opacus's fixer (norms, last layer)",
-                private["Opacus's GroupNorm, norms and last layer"],
-            ),
-            ("last layer alone", longer["frozen statistics, last layer alone"]),
-            ("frozen (norms, last layer)", private["frozen, norms and last layer"]),
-        ),
-        "federated averaging": (
-            ("BatchNorm", number(clients[batch][0])),
-            ("bn.eval()", number(clients[frozen][0])),
-            ("frozen", number(clients["frozen"][0])),
-        ),
-        "fine-tuning,\nbatches of 8": (
-            ("BatchNorm", number(small[batch][4])),
-            ("bn.eval()", number(small[frozen][4])),
-            ("frozen", number(small[frozen][4])),
-        ),
+    title = "## cifar10, 300 training pictures, {} "
+    small = "## cifar10, 500 training pictures, {} "
+    titles = ("dp.md", "## {}"), ("federated.md", title), ("evidence.md", small)
+    measured = {
+        name: situations(name, title.format(name), small.format(name)) for name in networks(*titles)
     }
-    axes = figure.subplots()
-    place = 0.0
-    ticks = []
-    for bars in groups.values():
-        ticks.append(place + 0.2 * (len(bars) - 1))
-        for (name, value), colour in zip(bars, (TODAY, BASELINE, OURS), strict=True):
-            bar = axes.barh(place, value, 0.36, color=colour)
-            axes.bar_label(bar, [f"{value:.1f}  {name}"], padding=4, fontsize=9)
-            place += 0.4
-        place += 0.3
-    axes.set_yticks(ticks, groups)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 120)
-    axes.set_xticks(range(0, 81, 20))
-    axes.spines["bottom"].set_bounds(0, 80)
-    axes.set_xlabel("top-1, %")
-    axes.grid(visible=False)
-    names = {"usual way": TODAY, "best alternative tried": BASELINE, "retrofit": OURS}
-    handles = [mpl.patches.Patch(color=colour) for colour in names.values()]
-    figure.legend(handles, list(names), loc="outside upper center", ncols=3, frameon=False)
+    # A network is drawn once all of its bars are measured.
+    names = [name for name, groups in measured.items() if groups]
+    colours = {"usual way": TODAY, "best alternative tried": BASELINE, "retrofit": OURS}
+    figure.set_figheight(0.4 + 3.1 * len(names))
+    for axes, name in zip(np.atleast_1d(figure.subplots(len(names))), names, strict=True):
+        groups = measured[name]
+        place = 0.0
+        ticks = []
+        for bars in groups.values():
+            ticks.append(place + 0.2 * (len(bars) - 1))
+            for (label, value), colour in zip(bars, colours.values(), strict=True):
+                bar = axes.barh(place, value, 0.36, color=colour)
+                axes.bar_label(bar, [f"{value:.1f}  {label}"], padding=4, fontsize=9)
+                place += 0.4
+            place += 0.3
+        axes.set_yticks(ticks, groups)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 120)
+        axes.set_xticks(range(0, 81, 20))
+        axes.spines["bottom"].set_bounds(0, 80)
+        axes.set_xlabel("top-1, %")
+        axes.grid(visible=False)
+        if len(names) > 1:
+            axes.set_title(NETWORKS[name])
+    handles = [mpl.patches.Patch(color=colour) for colour in colours.values()]
+    figure.legend(handles, list(colours), loc="outside upper center", ncols=3, frameon=False)
+
+
+def situations(network: str, clients: str, small: str) -> dict[str, list[tuple[str, float]]]:
+    """Return what each of three ways gives in each situation; nothing while a bar is not measured.
+
+    Args:
+        network: Which network.
+        clients: Title of its section of federated.md.
+        small: Title of its section of evidence.md.
+    """
+    dp = private("dp.md", network)
+    # As long as the others are trained, where that was measured.
+    alone = private("dp_longer.md", network) if network == LITE else dp
+    fixer = "Opacus's GroupNorm, norms and last layer"
+    federated = table("federated.md", "batch 8", clients)
+    head = table_head("evidence.md", small)
+    fine = {
+        name: number(cells[head.index("batch 8") - 1])
+        for name, cells in table("evidence.md", "batch ", small).items()
+        if name in (BATCHNORM, FROZEN)
+    }
+    needed = [(dp, (fixer, "8")), (alone, (HEAD, "8")), (dp, ("frozen, norms and last layer", "8"))]
+    needed += [(federated, row) for row in (BATCHNORM, FROZEN, "frozen")]
+    needed += [(fine, row) for row in (BATCHNORM, FROZEN)]
+    if not all(row in rows for rows, row in needed):
+        return {}
+    return {
+        "private training,\nepsilon 8": [
+            ("Opacus's fixer (norms, last layer)", dp[fixer, "8"]),
+            ("last layer alone", alone[HEAD, "8"]),
+            ("frozen (norms, last layer)", dp["frozen, norms and last layer", "8"]),
+        ],
+        "federated averaging": [
+            ("BatchNorm", number(federated[BATCHNORM][0])),
+            ("bn.eval()", number(federated[FROZEN][0])),
+            ("frozen", number(federated["frozen"][0])),
+        ],
+        "fine-tuning,\nbatches of 8": [
+            ("BatchNorm", fine[BATCHNORM]),
+            ("bn.eval()", fine[FROZEN]),
+            ("frozen", fine[FROZEN]),
+        ],
+    }
+
+
+def table_head(file: str, section: str) -> list[str]:
+    """Return the first cells of the columns of the first table of a section."""
+    text = (RESULTS / file).read_text()
+    lines = text[text.index(section) :].splitlines()
+    return cells_of(next(line for line in lines if line.startswith("| network")))
 
 
 def privacy(figure: Figure) -> None:
     """Top-1 after training with differential privacy, by epsilon."""
-    rows = list(csv_rows(RESULTS / "dp.md"))
+    top1 = private("dp.md", LITE)
     names = {
         "Opacus's GroupNorm, norms and last layer": ("Opacus's own fixer", TODAY),
-        "frozen statistics, last layer alone": ("last layer alone", BASELINE),
+        HEAD: ("last layer alone", BASELINE),
         "ln, norms and last layer": ("retrofit ln", "#79b8ff"),
         "frozen, norms and last layer": ("retrofit frozen", OURS),
     }
     axes = figure.subplots()
     for place, (row, (label, colour)) in enumerate(names.items()):
-        cells = {eps: number(top1) for name, eps, top1 in rows if name == row}
-        for group, eps in enumerate(("8", "3")):
-            bar = axes.bar(
-                group + 0.2 * place, cells[eps], 0.18, color=colour, label=None if group else label
+        places = [group + 0.2 * place for group in range(2)]
+        values = [top1[row, eps] for eps in ("8", "3")]
+        for bar in axes.bar(places, values, 0.18, color=colour, label=label):
+            axes.annotate(
+                f"{bar.get_height():.1f}",
+                (bar.get_x() + bar.get_width() / 2, bar.get_height()),
+                ha="center",
+                va="bottom",
+                fontsize=7,
             )
-            axes.bar_label(bar, fmt="%.1f", fontsize=7)
     axes.set_xticks([0.3, 1.3], ["epsilon 8", "epsilon 3"])
     axes.set_ylabel("test top-1, %")
     axes.axhline(10, color=BASELINE, linewidth=1, linestyle=":")
@@ -157,40 +242,26 @@ def privacy(figure: Figure) -> None:
     legend(figure)
 
 
-def csv_rows(path: Path) -> list[tuple[str, str, str]]:
-    """Return (network, epsilon, top-1) of the rows of the last table of dp.md, which has the most
-    pictures.
-    """
-    lines = path.read_text().split("## ")[-1].splitlines()
-    cells = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in lines
-        if line.startswith("| ")
-    ]
-    return [(row[0].replace("`", ""), row[1], row[5]) for row in cells[1:]]
+CURVES = {
+    BATCHNORM: ("BatchNorm", {"color": TODAY, "marker": "o"}),
+    "BatchNorm, then PreciseBN": (
+        "BatchNorm, then PreciseBN",
+        {"color": TODAY, "marker": "s", "linestyle": "--"},
+    ),
+    FROZEN: ("retrofit frozen", {"color": OURS, "marker": "o"}),
+    "ln, t to 1": ("retrofit ln", {"color": OURS, "marker": "^", "linestyle": "--"}),
+}
 
 
 def batch_size(figure: Figure) -> None:
     """Top-1 against batch size, fine-tuned on 500 pictures."""
-    rows = table("evidence.md", "batch 1 ", "## cifar10, 500 training pictures")
+    rows = table("evidence.md", "batch 1 ", f"## cifar10, 500 training pictures, {LITE}")
     sizes = (1, 2, 8, 32)
     axes = figure.subplots()
-    for row, label, style in (
-        ("BatchNorm, batch statistics", "BatchNorm", dict(color=TODAY, marker="o")),
-        (
-            "BatchNorm, then PreciseBN",
-            "BatchNorm, then PreciseBN",
-            dict(color=TODAY, marker="s", linestyle="--"),
-        ),
-        (
-            "BatchNorm, frozen statistics, affine trained",
-            "retrofit frozen",
-            dict(color=OURS, marker="o"),
-        ),
-        ("ln, t to 1", "retrofit ln", dict(color=OURS, marker="^", linestyle="--")),
-    ):
-        values = [number(rows[row][2 * place]) for place in range(len(sizes))]
-        axes.plot(range(len(sizes)), values, label=label, **style)
+    for row, (label, style) in CURVES.items():
+        axes.plot(
+            range(len(sizes)), [number(cell) for cell in rows[row][::2]], label=label, **style
+        )
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set_xlabel("images in a batch")
     axes.set_ylabel("test top-1, %")
@@ -202,28 +273,20 @@ def strengths(figure: Figure) -> None:
     """Top-1 against strength, before any training, and the plain swap as a flat line."""
     with (RESULTS / "strengths.csv").open() as file:
         rows = list(csv.DictReader(file))
-    points = {(row["model"], row["target"], row["strength"]) for row in rows}
-    models = sorted(
-        model for model, target, t in points if (target, t) == ("bnn", "1")
-    )  # those that are complete
-    figure.set_figheight(0.8 + 2.4 * len(models))
-    for axes, model in zip(
-        np.atleast_1d(figure.subplots(len(models), 1, sharex=True)), models, strict=True
-    ):
-        own = [row for row in rows if row["model"] == model]
+    complete = {row["model"] for row in rows if (row["target"], row["strength"]) == ("bnn", "1")}
+    figure.set_figheight(0.8 + 2.4 * len(complete))
+    axes: Any = None
+    every = np.atleast_1d(figure.subplots(len(complete), 1, sharex=True))
+    for axes, model in zip(every, sorted(complete), strict=True):
+        curves: dict[str, list[tuple[str, str]]] = {}
+        for row in rows:
+            if row["model"] == model:
+                curves.setdefault(row["target"], []).append((row["strength"], row["top1"]))
         for target, style in STYLES.items():
-            curve = [
-                (float(row["strength"]), float(row["top1"]))
-                for row in own
-                if row["target"] == target
-            ]
-            axes.plot(
-                *zip(*curve, strict=True),
-                style,
-                color=OURS if target != "bnn" else "#8957e5",
-                label=target,
-            )
-        swap = next(float(row["top1"]) for row in own if row["target"] == "ln, plain swap")
+            points = np.array(curves[target], dtype=float)
+            colour = "#8957e5" if target == "bnn" else OURS
+            axes.plot(points[:, 0], points[:, 1], style, color=colour, label=target)
+        swap = float(curves["ln, plain swap"][0][1])
         axes.axhline(swap, color=TODAY, label="gamma and beta copied into ln")
         axes.set_title(model)
         axes.set_ylim(-3, 100)
@@ -323,6 +386,7 @@ def legend(figure: Figure, axes: Any = None) -> None:
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "usual-way": (usual_way, (5.6, 3.5)),
     "before-training": (before_training, (5.6, 1.8)),
+    "features": (features, (6.4, 2.2)),
     "strengths": (strengths, (5.2, 5.6)),
     "batch-size": (batch_size, (5.2, 3.6)),
     "privacy": (privacy, (5.2, 3.6)),
@@ -350,44 +414,6 @@ def draw(name: str) -> None:
             figure.savefig(IMAGES / f"{name}-{theme}.svg", metadata={"Date": None})
 
 
-def record_terminal(args: argparse.Namespace) -> None:
-    """Run inspect, convert and evaluate, and write what they print as a picture of a terminal."""
-    from rich.console import Console
-    from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
-    from rich.text import Text
-
-    weights, photographs, names = (
-        os.path.abspath(p) for p in (args.checkpoint, args.data_dir, args.class_map)
-    )
-    shown = {weights: "efficientnet-lite0.pth", photographs: "photos.tar", names: "classes.txt"}
-    lines = (
-        "inspect tf_efficientnet_lite0 --to ln",
-        f"convert tf_efficientnet_lite0 --to ln --checkpoint {weights} --match order",
-        f"evaluate tf_efficientnet_lite0-ln.safetensors --data-dir {photographs} --class-map {names}",
-    )
-    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115  nothing is printed
-    with tempfile.TemporaryDirectory() as folder:
-        for line in lines:
-            command = [sys.executable, "-m", "retrofit", *line.split()]
-            environment = {
-                **os.environ,
-                "FORCE_COLOR": "1",
-                "TTY_COMPATIBLE": "0",
-                "COLUMNS": "100",
-            }
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, check=True
-            )
-            text = f"$ retrofit {line}\n{done.stderr}"
-            for path, name in shown.items():
-                text = re.sub(rf"\S*(?<![\w.-]){re.escape(os.path.basename(path))}", name, text)
-            console.print(Text.from_ansi(text))
-    for theme, colours in (("light", DEFAULT_TERMINAL_THEME), ("dark", MONOKAI)):
-        console.save_svg(
-            str(IMAGES / f"terminal-{theme}.svg"), title="retrofit", theme=colours, clear=False
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -400,7 +426,7 @@ def main() -> None:
     args = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
     if args.terminal:
-        record_terminal(args)
+        record_terminal(args, IMAGES)
         return
     for name in args.only:
         draw(name)
