@@ -26,6 +26,22 @@ from imagecorruptions import corrupt, get_corruption_names
 from PIL import Image
 
 
+def read(archive: str, each: int, size: int) -> tuple[list[np.ndarray], list[int]]:
+    """Return the first pictures of each class of a tar, enlarged, and their labels."""
+    pictures: list[np.ndarray] = []
+    labels: list[int] = []
+    with tarfile.open(archive) as tar:
+        files = sorted((file for file in tar if file.isfile()), key=lambda file: file.name)
+        folders = sorted({PurePosixPath(file.name).parent.name for file in files})
+        for label, folder in enumerate(folders):
+            same = [file for file in files if PurePosixPath(file.name).parent.name == folder]
+            for file in same[:each]:
+                picture = Image.open(BytesIO(tar.extractfile(file).read())).convert("RGB")
+                pictures.append(np.asarray(picture.resize((size, size), Image.BICUBIC)))
+                labels.append(label)
+    return pictures, labels
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -36,35 +52,17 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--severities", type=int, nargs="+", default=[1, 3, 5])
     args = parser.parse_args()
-    with tarfile.open(args.test) as tar:
-        files = sorted((one for one in tar.getmembers() if one.isfile()), key=lambda one: one.name)
-        folders = sorted({PurePosixPath(one.name).parent.name for one in files})
-        chosen = [
-            (one, label)
-            for label, folder in enumerate(folders)
-            for one in [one for one in files if PurePosixPath(one.name).parent.name == folder][
-                : args.images
-            ]
-        ]
-        pictures = [
-            np.asarray(
-                Image.open(BytesIO(tar.extractfile(one).read()))
-                .convert("RGB")
-                .resize((args.size,) * 2, Image.BICUBIC)
-            )
-            for one, _ in chosen
-        ]
-    made = {"clean": np.stack(pictures)}
+    pictures, labels = read(args.test, args.images, args.size)
+    arrays = {"clean": np.stack(pictures)}
     for name in get_corruption_names():
         for severity in args.severities:
             np.random.seed(0)  # the library draws from it
-            made[f"{name} {severity}"] = np.stack(
-                [
-                    np.uint8(corrupt(one, severity=severity, corruption_name=name))
-                    for one in pictures
-                ]
-            )
-    np.savez(args.out, labels=np.array([label for _, label in chosen]), **made)
+            corrupted = [
+                np.uint8(corrupt(picture, severity=severity, corruption_name=name))
+                for picture in pictures
+            ]
+            arrays[f"{name} {severity}"] = np.stack(corrupted)
+    np.savez(args.out, labels=np.array(labels), **arrays)
 
 
 if __name__ == "__main__":

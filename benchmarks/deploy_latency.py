@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import math
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from evidence_train import machine
 from export_latency import spread
+from harness import command_line, machine, markdown, publish
 from torch import Tensor, nn
 
 import retrofit
@@ -52,7 +54,8 @@ TRANSFORMER: dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]] = {
     "lnn": ("lnn", {}, {}),
 }
 TRAINED = "tf_efficientnet_lite0"
-BATCH, THREADS = 8, 2
+BATCH = 8
+THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -100,38 +103,37 @@ def variants(name: str) -> dict[str, tuple[str | None, dict[str, Any], dict[str,
 
 def write(name: str, folder: Path, args: argparse.Namespace) -> list[File]:
     """Write the files of a network that are missing; return those there are, the source last."""
-    found = []
     size = timm.create_model(name).pretrained_cfg["input_size"]
     images = list(torch.randn(8, *size, generator=torch.Generator().manual_seed(0)).split(4))
     if trained(name, args):
         images = sample_batches(args.images, open_model(name).preprocess, images=args.number)
-    for label, (_, _, export) in variants(name).items():
-        model = None
+    files = []
+    for label, (_, _, options) in variants(name).items():
+        build = functools.cache(functools.partial(network, name, label, images, args))
         for precision in args.precisions:
             stem = "-".join((name, label.replace(", ", "-").replace(" ", "-"), precision))
-            path, facts = folder / f"{stem}.onnx", folder / f"{stem}.json"
+            path = folder / f"{stem}.onnx"
+            facts = path.with_suffix(".json")
             if not facts.exists():
-                model = network(name, label, images, args) if model is None else model
                 report = retrofit.export_onnx(
-                    copy.deepcopy(model),
+                    copy.deepcopy(build()),
                     path,
                     input_size=size,
                     calibrate=images,
                     precision=precision,
                     tolerance=math.inf,
                     force=True,
-                    **export,
+                    **options,
                 )
-                facts.write_text(
-                    json.dumps({"agreement": report.parity.top1_agreement, "bytes": report.bytes})
-                )
+                agreement = report.parity.top1_agreement
+                facts.write_text(json.dumps({"agreement": agreement, "bytes": report.bytes}))
                 print(stem, facts.read_text(), flush=True)
-            found.append(File(label, precision, path, **json.loads(facts.read_text())))
-    return sorted(found, key=lambda file: file.label == "source")
+            files.append(File(label, precision, path, **json.loads(facts.read_text())))
+    return sorted(files, key=lambda file: file.label == "source")
 
 
 def trained(name: str, args: argparse.Namespace) -> bool:
-    """Whether a network has trained weights."""
+    """Tell whether a network has trained weights."""
     return name == TRAINED and args.checkpoint is not None
 
 
@@ -146,20 +148,25 @@ def latencies(files: list[File], args: argparse.Namespace) -> dict[str, list[str
             for cost in measure_files(
                 paths, runtime, batch_size=BATCH, rounds=args.rounds, threads=THREADS
             ):
-                ratio = cost.time_ratio
-                if ratio is None:
-                    cells[cost.file].append(f"1 ({1e3 * cost.seconds.median:.0f} ms)")
-                else:
-                    cells[cost.file].append(
-                        f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
-                    )
+                text = f"1 ({1e3 * cost.seconds.median:.0f} ms)"
+                if (ratio := cost.time_ratio) is not None:
+                    text = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+                cells[cost.file].append(text)
     return cells
 
 
+def rows(name: str, folder: Path, args: argparse.Namespace) -> Iterator[list[str]]:
+    """Measure a network; give a row for each variant."""
+    files = write(name, folder, args)
+    for label, cells in latencies(files, args).items():
+        own = [file for file in files if file.label == label]
+        agreement = f"{own[-1].agreement:.1%}" if trained(name, args) else ""
+        sizes = ", ".join(f"{file.bytes / 1e6:.1f}" for file in own)
+        yield [name, label, *cells, agreement, sizes]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, out="deploy_latency.md")
     parser.add_argument(
         "--models", nargs="+", default=[TRAINED, "resnet50", "vit_tiny_patch16_224"]
     )
@@ -174,38 +181,29 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keep the files here, and use those that are there"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "deploy_latency.md"
-    )
     args = parser.parse_args()
     if args.checkpoint and not args.images:
         parser.error("--checkpoint needs --images")
-    head = [
-        f"{RUNTIMES[runtime]} {precision}"
-        for runtime in args.runtimes
-        for precision in args.precisions
-    ]
-    lines = [
-        f"{machine()}, {THREADS} threads, batches of {BATCH}; time over the source's in the same column "
-        f"(medians of {args.rounds} turns, quartiles in brackets). Agreement: of the INT8 file with the network, "
-        "where weights are trained.",
-        "",
-        f"| network | variant | {' | '.join(head)} | agreement | float32, INT8: MB |",
-        f"|---|---|{'---|' * (len(head) + 2)}",
-    ]
+    table = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for name in args.models:
-            files = write(name, folder, args)
-            for label, cells in latencies(files, args).items():
-                own = [file for file in files if file.label == label]
-                same = own[-1].agreement if trained(name, args) else None
-                sizes = ", ".join(f"{file.bytes / 1e6:.1f}" for file in own)
-                cells += ["" if same is None else f"{same:.1%}", sizes]
-                lines.append(f"| {name} | {label} | {' | '.join(cells)} |")
-                print(lines[-1], flush=True)
-    args.out.write_text("\n".join(lines) + "\n")
+            for cells in rows(name, folder, args):
+                table.append(cells)
+                print(*cells, flush=True)
+    text = (
+        f"{machine()}, {THREADS} threads, batches of {BATCH}; time over the source's in the same column "
+        f"(medians of {args.rounds} turns, quartiles in brackets). Agreement: of the INT8 file with the network, "
+        "where weights are trained."
+    )
+    columns = [
+        f"{RUNTIMES[runtime]} {precision}"
+        for runtime in args.runtimes
+        for precision in args.precisions
+    ]
+    head = ["network", "variant", *columns, "agreement", "float32, INT8: MB"]
+    publish(args.out, [text, "", *markdown(head, table)])
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ import argparse
 import copy
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import timm
 import torch
+from harness import command_line, markdown, publish
 from torch import Tensor, nn
 
 import retrofit
@@ -37,7 +39,8 @@ from retrofit.utils.onnx_runtimes import RUNTIMES, open_onnx
 
 MODELS = ["resnet50", "tf_efficientnet_lite0", "vit_tiny_patch16_224"]
 VARIANTS = ["source", "strength 0", "exact", "poly"]
-BATCH, THREADS = 8, 2
+BATCH = 8
+THREADS = 2
 
 
 @torch.no_grad()
@@ -51,72 +54,108 @@ def spread(model: nn.Module, images: Tensor) -> nn.Module:
         layer.running_var, layer.running_mean = torch.var_mean(args[0], (0, 2, 3))
         layer.weight[layer.weight == 0] = 0.2
 
-    found = [layer for layer in model.modules() if isinstance(layer, RunningNormality)]
-    handles = [layer.register_forward_pre_hook(settle) for layer in found]
+    layers = [layer for layer in model.modules() if isinstance(layer, RunningNormality)]
+    handles = [layer.register_forward_pre_hook(settle) for layer in layers]
     model.eval()(images)
     for handle in handles:
         handle.remove()
     return model
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What is exported.
+
+    Attributes:
+        source: The network before its conversion.
+        model: After it, as it was trained or at strength 1.
+        images: Batches to fit on.
+        size: (C, H, W).
+    """
+
+    source: nn.Module
+    model: nn.Module
+    images: list[Tensor]
+    size: Sequence[int]
+
+
+def trained(args: argparse.Namespace) -> Subject:
+    """Open the artifact of --checkpoint."""
+    network = open_model(args.checkpoint)
+    model = network.model.eval()
+    source = timm.create_model(network.source.name, num_classes=model.num_classes)
+    images = sample_batches(args.data_dir, network.preprocess, images=256)
+    return Subject(source, model, images, network.preprocess.input_size)
+
+
+def untrained(name: str) -> Subject:
+    """Convert a network with random weights and lambdas."""
+    source = timm.create_model(name).eval()
+    size = source.pretrained_cfg["input_size"]
+    images = list(torch.randn(32, *size).split(8))
+    to = "lnn" if name.startswith("vit") else "bnn"
+    model, _ = retrofit.convert(copy.deepcopy(source), to)
+    retrofit.set_strength(model, 1.0)
+    return Subject(source, spread(model, images[0]), images, size)
+
+
 def export(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list[Path]]:
     """Write what is missing of a network's variants; return them for each runtime."""
     stem = "checkpoint" if args.checkpoint else name
-    *shared, poly = (f"{stem}-{variant.replace(' ', '')}" for variant in VARIANTS)
-    common = [folder / f"{variant}.onnx" for variant in shared]
-    polys = {runtime: folder / f"{poly}-{runtime}.onnx" for runtime in args.runtimes}
-    files = {runtime: [*common, file] for runtime, file in polys.items()}
-    if all(file.exists() for file in [*common, *polys.values()]):
-        return files
-    torch.manual_seed(0)
-    if args.checkpoint:
-        network = open_model(args.checkpoint)
-        model, images = (
-            network.model.eval(),
-            sample_batches(args.data_dir, network.preprocess, images=256),
-        )
-        source = timm.create_model(network.source.name, num_classes=model.num_classes)
-        size: Sequence[int] = network.preprocess.input_size
-    else:
-        source = timm.create_model(name).eval()
-        size = source.pretrained_cfg["input_size"]
-        images = list(torch.randn(32, *size).split(8))
-        to = "lnn" if name.startswith("vit") else "bnn"
-        model = retrofit.convert(copy.deepcopy(source), to)[0]
-        retrofit.set_strength(model, 1.0)
-        spread(model, images[0])
-    at_0 = copy.deepcopy(model)
+    common = [folder / f"{stem}-{variant.replace(' ', '')}.onnx" for variant in VARIANTS[:-1]]
+    polys = {runtime: folder / f"{stem}-poly-{runtime}.onnx" for runtime in args.runtimes}
+    if not all(file.exists() for file in (*common, *polys.values())):
+        torch.manual_seed(0)
+        subject = trained(args) if args.checkpoint else untrained(name)
+        write_shared(subject, common)
+        write_polys(subject, polys, args)
+    return {runtime: [*common, file] for runtime, file in polys.items()}
+
+
+def write_shared(subject: Subject, files: Sequence[Path]) -> None:
+    """Write the variants that are the same for every runtime: source, strength 0 and exact."""
+    at_0 = copy.deepcopy(subject.model)
     retrofit.set_strength(at_0, 0.0)
-    estimated = not any(isinstance(layer, RunningNormality) for layer in model.modules())
-    loose = 1.0 if args.tolerance is None else args.tolerance
-    options = {"calibrate": images, "tolerance": loose if args.degree else args.tolerance}
-    jobs: list[tuple[Path, nn.Module, dict[str, Any]]]
-    jobs = [(file, net, {}) for file, net in zip(common, (source, at_0, model), strict=True)]
-    for runtime, file in polys.items():
-        fold = (
-            {"freeze_lambda": True}
-            if estimated
-            else {"fold": "poly", "runtime": runtime, "degree": args.degree}
+    for file, model in zip(files, (subject.source, at_0, subject.model), strict=True):
+        write(file, model, subject.size)
+
+
+def write_polys(subject: Subject, files: dict[str, Path], args: argparse.Namespace) -> None:
+    """Write poly for each runtime."""
+    tolerance = args.tolerance
+    if args.degree and tolerance is None:
+        tolerance = 1.0
+    estimated = not any(isinstance(layer, RunningNormality) for layer in subject.model.modules())
+    for runtime, file in files.items():
+        fold: dict[str, Any] = {"fold": "poly", "runtime": runtime, "degree": args.degree}
+        if estimated:
+            fold = {"freeze_lambda": True}
+        write(
+            file,
+            subject.model,
+            subject.size,
+            calibrate=subject.images,
+            tolerance=tolerance,
+            **fold,
         )
-        jobs.append((file, model, {**fold, **options}))
-    for file, net, extra in jobs:
-        if file.exists():
-            continue
-        report = retrofit.export_onnx(net, file, input_size=size, force=True, **extra)
-        degrees = sorted(
-            {f"{layer.form} {layer.degree}" for layer in report.layers if layer.degree}
-        )
-        agreement = report.parity.top1_agreement
-        share = report.parity.max_abs_diff / report.parity.scale
-        print(
-            f"{file.name}: differs by {share:.2g}, top-1 {agreement}, {', '.join(degrees)}, {report.nodes}",
-            flush=True,
-        )
-    return files
+
+
+def write(file: Path, model: nn.Module, size: Sequence[int], **options: Any) -> None:
+    """Export a network, unless its file exists, and show how far the file is from it."""
+    if file.exists():
+        return
+    report = retrofit.export_onnx(model, file, input_size=size, force=True, **options)
+    degrees = sorted({f"{layer.form} {layer.degree}" for layer in report.layers if layer.degree})
+    parity = report.parity
+    print(
+        f"{file.name}: differs by {parity.max_abs_diff / parity.scale:.2g}, "
+        f"top-1 {parity.top1_agreement}, {', '.join(degrees)}, {report.nodes}",
+        flush=True,
+    )
 
 
 def disagreement(files: Sequence[Path], args: argparse.Namespace) -> float:
-    """Share of all images for which poly's highest output is not exact's, in percent."""
+    """Return the share of all images for which poly's highest output is not exact's, in percent."""
     preprocess = open_model(args.checkpoint).preprocess
     batches = sample_batches(args.data_dir, preprocess, images=10**9)
     exact, poly = (open_onnx(files[VARIANTS.index(variant)]) for variant in ("exact", "poly"))
@@ -126,10 +165,31 @@ def disagreement(files: Sequence[Path], args: argparse.Namespace) -> float:
     return 100 * float(np.concatenate(differs).mean())
 
 
+def latencies(files: Sequence[Path], runtime: str, rounds: int) -> list[str]:
+    """Measure a network's variants in turns; return a cell for each."""
+    # The last file is the reference: the source.
+    turned = {file.stem: file for file in reversed(files)}
+    costs = measure_files(turned, runtime, batch_size=BATCH, rounds=rounds, threads=THREADS)
+    cells = []
+    for cost in reversed(costs):
+        ratio = 1.0 if cost.time_ratio is None else cost.time_ratio.median
+        cells.append(f"{1e3 * cost.seconds.median:.0f} ({ratio:.2f})")
+    return cells
+
+
+def rows(name: str, folder: Path, args: argparse.Namespace) -> Iterator[list[str]]:
+    """Export a network and measure it; give a row for each runtime."""
+    for runtime, files in export(name, folder, args).items():
+        if not args.rounds:
+            continue
+        label = Path(name).name
+        if args.checkpoint:
+            label += f" (top-1 differs for {disagreement(files, args):.1f}%)"
+        yield [label, runtime, *latencies(files, runtime, args.rounds)]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, out="export_latency.md")
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=list(RUNTIMES))
     parser.add_argument("--checkpoint", help="a trained artifact, instead of --models")
@@ -142,47 +202,25 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, help="keep the exported files here, and use those that are there"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "export_latency.md"
-    )
     args = parser.parse_args()
     if args.checkpoint and not args.data_dir:
         parser.error("--checkpoint needs --data-dir")
     args.degree = args.degree or None
-    lines = [
-        f"{platform.machine()} CPU, {THREADS} threads, batch {BATCH}, float32; medians of {args.rounds} rounds, ms and "
-        "ratio to the source",
-        "",
-        f"| network | runtime | {' | '.join(VARIANTS)} |",
-        f"|---|---|{'---|' * len(VARIANTS)}",
-    ]
+    table = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         for name in [args.checkpoint] if args.checkpoint else args.models:
-            files = export(name, folder, args)
-            if not args.rounds:
-                continue
-            for runtime, variants in files.items():
-                label = Path(name).name
-                if args.checkpoint:
-                    label += f" (top-1 differs for {disagreement(variants, args):.1f}%)"
-                turned = {
-                    file.stem: file for file in reversed(variants)
-                }  # the last is the reference: the source
-                costs = measure_files(
-                    turned, runtime, batch_size=BATCH, rounds=args.rounds, threads=THREADS
-                )
-                ratios = [
-                    1.0 if cost.time_ratio is None else cost.time_ratio.median
-                    for cost in reversed(costs)
-                ]
-                times = [1e3 * cost.seconds.median for cost in reversed(costs)]
-                cells = [f"{ms:.0f} ({ratio:.2f})" for ms, ratio in zip(times, ratios, strict=True)]
-                lines.append(f"| {label} | {runtime} | {' | '.join(cells)} |")
-                print(lines[-1], flush=True)
-    if args.rounds:
-        args.out.write_text("\n".join(lines) + "\n")
+            for cells in rows(name, folder, args):
+                table.append(cells)
+                print(*cells, flush=True)
+    if not args.rounds:
+        return
+    head = (
+        f"{platform.machine()} CPU, {THREADS} threads, batch {BATCH}, float32; medians of {args.rounds} rounds, ms and "
+        "ratio to the source"
+    )
+    publish(args.out, [head, "", *markdown(["network", "runtime", *VARIANTS], table)])
 
 
 if __name__ == "__main__":

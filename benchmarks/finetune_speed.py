@@ -1,7 +1,7 @@
-"""Images a second of `retrofit finetune` beside timm's own train.py, on one core.
+r"""Images a second of `retrofit finetune` beside timm's own train.py, on one core.
 
-    python benchmarks/finetune_speed.py --timm-train train.py [--model resnet18] [--size 64]
-    [--batch 32] [--rounds 3]
+    python benchmarks/finetune_speed.py --timm-train train.py [--model resnet18] [--size 64] \
+        [--batch 32] [--rounds 3]
 
 train.py is in timm's repository (github.com/huggingface/pytorch-image-models), not in its package.
 Both commands train the same network, which is not converted, with the same settings on the same
@@ -25,11 +25,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from evidence_train import machine
+from harness import command_line, machine, publish
 from PIL import Image
 
 EPOCHS = (1, 4)
-RESULT = Path(__file__).parent / "results" / "finetune_speed.md"
 
 
 def write_images(root: Path, count: int, side: int) -> None:
@@ -44,52 +43,17 @@ def write_images(root: Path, count: int, side: int) -> None:
 
 
 def commands(args: argparse.Namespace, data: Path, out: Path, epochs: int) -> dict[str, list[str]]:
-    """Both command lines."""
-    common = [
-        "--epochs",
-        str(epochs),
-        "-b",
-        str(args.batch),
-        "-j",
-        "1",
-        "--opt",
-        "sgd",
-        "--lr",
-        "0.01",
-    ]
-    common += ["--weight-decay", "1e-4", "--warmup-epochs", "0", "--sched", "cosine", "--seed", "1"]
-    retrofit = [
-        "-m",
-        "retrofit",
-        "finetune",
-        args.model,
-        "--data-dir",
-        str(data),
-        "-o",
-        str(out / "run"),
-    ]
-    retrofit += ["--img-size", str(args.size), "--device", "cpu", "--clip-grad", "0", *common]
-    timm = [
-        str(args.timm_train),
-        "--data-dir",
-        str(data),
-        "--model",
-        args.model,
-        "--num-classes",
-        "2",
-    ]
-    timm += [
-        "--img-size",
-        str(args.size),
-        "--device",
-        "cpu",
-        "--output",
-        str(out),
-        "--val-split",
-        "val",
-        *common,
-    ]
-    return {"retrofit": retrofit, "timm": timm}
+    """Return both command lines."""
+    common = (
+        f"--data-dir {data} --img-size {args.size} --device cpu --epochs {epochs} -b {args.batch} "
+        "-j 1 --opt sgd --lr 0.01 --weight-decay 1e-4 --warmup-epochs 0 --sched cosine --seed 1"
+    )
+    retrofit = f"-m retrofit finetune {args.model} -o {out}/run --clip-grad 0 {common}"
+    timm = (
+        f"{args.timm_train} --model {args.model} --num-classes 2 --output {out} --val-split val "
+        f"{common}"
+    )
+    return {"retrofit": retrofit.split(), "timm": timm.split()}
 
 
 def seconds(command: list[str]) -> tuple[float, float]:
@@ -111,11 +75,18 @@ def seconds(command: list[str]) -> tuple[float, float]:
     return cpu, time.perf_counter() - start
 
 
+def rate(args: argparse.Namespace, name: str, data: Path, out: Path) -> tuple[float, float]:
+    """Return images a CPU second and a second of a command."""
+    short, long = (
+        seconds(commands(args, data, out / str(epochs), epochs)[name]) for epochs in EPOCHS
+    )
+    images = args.images * (EPOCHS[1] - EPOCHS[0])
+    return images / (long[0] - short[0]), images / (long[1] - short[1])
+
+
 def main() -> None:
     """Take turns and print the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, out="finetune_speed.md")
     parser.add_argument("--timm-train", type=Path, required=True, help="timm's train.py")
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--size", type=int, default=64)
@@ -129,26 +100,20 @@ def main() -> None:
         data = Path(folder) / "data"
         write_images(data, args.images, args.size + args.size // 4)
         for number in range(args.rounds):
-            for name, found in rates.items():
-                short, long = (
-                    seconds(commands(args, data, Path(folder) / f"{number}-{epochs}", epochs)[name])
-                    for epochs in EPOCHS
-                )
-                seen = args.images * (EPOCHS[1] - EPOCHS[0])
-                found.append((seen / (long[0] - short[0]), seen / (long[1] - short[1])))
-                print(
-                    f"{name}: {found[-1][0]:.1f} images a CPU second, {found[-1][1]:.1f} a second"
-                )
+            for name, measured in rates.items():
+                cpu, wall = rate(args, name, data, Path(folder) / str(number))
+                measured.append((cpu, wall))
+                print(f"{name}: {cpu:.1f} images a CPU second, {wall:.1f} a second")
     setting = f"{args.model}, {args.size} px, batches of {args.batch}. {machine()}."
     text = ["# `retrofit finetune` beside timm's train.py", "", setting, ""]
-    for kind, which in (("CPU second", 0), ("second", 1)):
-        ratios = [ours[which] / theirs[which] for ours, theirs in zip(*rates.values(), strict=True)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        text.append(
-            f"- images a {kind}, retrofit / timm: {statistics.median(ratios):.2f} ({spread}, {args.rounds} rounds)"
-        )
-    print("\n".join(text))
-    RESULT.write_text("\n".join(text) + "\n")
+    for column, kind in enumerate(("CPU second", "second")):
+        ratios = [
+            ours[column] / theirs[column] for ours, theirs in zip(*rates.values(), strict=True)
+        ]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}, {args.rounds} rounds"
+        median = statistics.median(ratios)
+        text.append(f"- images a {kind}, retrofit / timm: {median:.2f} ({spread})")
+    publish(args.out, text)
 
 
 if __name__ == "__main__":

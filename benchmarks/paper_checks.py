@@ -1,7 +1,9 @@
 """Check on a CPU what the two papers claim: collapse by depth, the Newton step, Gaussianity and
 noise after training.
 
-    python benchmarks/paper_checks.py               everything, about ten minutes on 2 cores
+Everything takes about ten minutes on 2 cores:
+
+    python benchmarks/paper_checks.py
     python benchmarks/paper_checks.py --only newton
 
 Writes one table, each claim beside what was measured here.
@@ -9,7 +11,6 @@ Writes one table, each claim beside what was measured here.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
+from harness import command_line, markdown, publish
 from scipy import optimize, stats
 from torch import nn
 
@@ -33,7 +35,10 @@ from retrofit.images.dataset import open_images, sample_loader
 from retrofit.layers import ProxyNorm, yeo_johnson
 from retrofit.networks.models import open_model
 
-DEPTH, WIDTH, SIDE, IMAGES = 200, 192, 8, 64
+DEPTH = 200
+WIDTH = 192
+SIDE = 8
+IMAGES = 64
 RHO = (
     1.04 / 1.08
 )  # gamma^2 / (gamma^2 + beta^2) of the random nets: gamma ~ N(1, 0.2^2), beta ~ N(0, 0.2^2)
@@ -129,6 +134,36 @@ def _newton_lmbda(h: torch.Tensor, steps: int) -> float:
     return float(lmbda)
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Newton's method on one distribution, against the exact optimum of lambda.
+
+    Attributes:
+        gains: Share of the gain in likelihood after 1, 2 and 3 steps; nothing where there is none
+            to have.
+        distances: |lambda - optimum| after as many steps.
+        near: Largest error of the quadratic series for |lambda - 1| <= 0.5.
+        far: For <= 1.
+    """
+
+    gains: list[float]
+    distances: list[float]
+    near: float
+    far: float
+
+
+def _fit(values: np.ndarray) -> Fit:
+    h = (values - values.mean()) / values.std()
+    best = optimize.minimize_scalar(lambda lmbda: -stats.yeojohnson_llf(lmbda, h), bounds=(-4, 6)).x
+    start = stats.yeojohnson_llf(1.0, h)
+    top = stats.yeojohnson_llf(best, h)
+    estimates = [_newton_lmbda(torch.from_numpy(h), steps) for steps in (1, 2, 3)]
+    gains = [(stats.yeojohnson_llf(value, h) - start) / (top - start) for value in estimates]
+    worth_measuring = top - start > 1e-3 * len(h)
+    distances = [abs(value - best) for value in estimates]
+    return Fit(gains if worth_measuring else [], distances, *_series_error(h))
+
+
 def newton() -> list[Row]:
     """Appendix E of Eftekhari and Papyan: one Newton step against the exact optimum."""
     rng = np.random.default_rng(0)
@@ -141,27 +176,15 @@ def newton() -> list[Row]:
         "Student t(5)": rng.standard_t(5, size=10_000),
         "log-normal(0.5)": rng.lognormal(sigma=0.5, size=10_000),
     }
-    gains: dict[int, dict[str, float]] = {steps: {} for steps in (1, 2, 3)}
-    distance: dict[int, list[float]] = {steps: [] for steps in (1, 2, 3)}
-    series = []
-    for name, values in laws.items():
-        h = (values - values.mean()) / values.std()
-        best = optimize.minimize_scalar(
-            lambda lmbda, h=h: -stats.yeojohnson_llf(lmbda, h), bounds=(-4, 6)
-        ).x
-        for steps, gain in gains.items():
-            estimate = _newton_lmbda(torch.from_numpy(h), steps)
-            start, found, top = (stats.yeojohnson_llf(value, h) for value in (1.0, estimate, best))
-            if top - start > 1e-3 * len(h):  # a gain worth measuring
-                gain[name] = (found - start) / (top - start)
-            distance[steps].append(abs(estimate - best))
-        series.append((abs(best - 1), *_series_error(h)))
-    near = max(error for _, error, _ in series)
-    far = max(error for _, _, error in series)
-    each = {
-        steps: ", ".join(f"{name} {gain:.1%}" for name, gain in found.items())
-        for steps, found in gains.items()
-    }
+    fits = {name: _fit(values) for name, values in laws.items()}
+    near = max(fit.near for fit in fits.values())
+    far = max(fit.far for fit in fits.values())
+    gains = {name: fit.gains for name, fit in fits.items() if fit.gains}
+    first = {name: shares[0] for name, shares in gains.items()}
+    worst = [min(shares) for shares in zip(*gains.values(), strict=True)]
+    distances = [
+        fmean(each) for each in zip(*(fit.distances for fit in fits.values()), strict=True)
+    ]
     return [
         Row(
             "NN appendix E: the negative log-likelihood is close to its quadratic series about lambda = 1",
@@ -171,14 +194,13 @@ def newton() -> list[Row]:
         ),
         Row(
             "NN section 4.1: one Newton step is close to the maximum of the likelihood (share of the gain)",
-            f"1 step: {each[1]}",
-            agrees(min(gains[1].values()) > 0.8, "differs for some"),
+            f"1 step: {', '.join(f'{name} {gain:.1%}' for name, gain in first.items())}",
+            agrees(worst[0] > 0.8, "differs for some"),
         ),
         Row(
             "a reviewer's question: what do further steps add",
-            f"worst share of the gain after 1, 2, 3 steps: "
-            f"{', '.join(f'{min(gains[s].values()):.1%}' for s in gains)}; mean |lambda - optimum| "
-            f"{', '.join(f'{fmean(distance[s]):.3f}' for s in distance)}",
+            f"worst share of the gain after 1, 2, 3 steps: {', '.join(f'{gain:.1%}' for gain in worst)}; "
+            f"mean |lambda - optimum| {', '.join(f'{distance:.3f}' for distance in distances)}",
             "measured",
         ),
     ]
@@ -204,46 +226,62 @@ def trained() -> list[Row]:
     """Figures 6 and 11 and table 4 of Eftekhari and Papyan, on a small network trained from scratch
     on digits.
     """
-    start, bn, bnn = (_train(to) for to in ("none", None, "bnn"))
+    start = _train("none")
+    bn = _train(None)
+    bnn = _train("bnn")
     noised = _train("bnn", alpha=0.0)
-    better = sum((b.r2 or 0) > (a.r2 or 0) for a, b in zip(bn.layers, bnn.layers, strict=True))
-    ends = {
-        name: fmean(f.errors[-1] / f.errors[0] for f in found.noise)
-        for name, found in (("BN", bn), ("BNN", bnn))
-    }
-    networks = {"BN": bn, "BN with the same noise in training": noised, "BNN": bnn}
-    kept = {name: found.input_noise[3].top1 or 0.0 for name, found in networks.items()}
-    rival = max(value for name, value in kept.items() if name != "BNN")
-    error = (
-        sum(value * (100 - value) / bnn.images for value in (kept["BNN"], rival)) ** 0.5
-    )  # standard, in points
-    level = bn.input_noise[3].level
+    return [
+        *_normality(start, bn, bnn),
+        _attenuation(bn, bnn),
+        _under_noise({"BN": bn, "BN with the same noise in training": noised, "BNN": bnn}),
+    ]
+
+
+def _normality(start: Diagnosis, bn: Diagnosis, bnn: Diagnosis) -> list[Row]:
+    layers = zip(bn.layers, bnn.layers, strict=True)
+    better = sum((after.r2 or 0) > (before.r2 or 0) for before, after in layers)
+    first = _r2(start)
+    without = _r2(bn)
+    with_transform = _r2(bnn)
     return [
         Row(
             "NN figure 6: after training, layers with BNN are closer to normal than with BN (mean R^2)",
-            f"BN {_r2(bn):.4f}, BNN {_r2(bnn):.4f}; higher in {better} of {len(bn.layers)} layers",
-            agrees(_r2(bnn) > _r2(bn) and better > len(bn.layers) / 2),
+            f"BN {without:.4f}, BNN {with_transform:.4f}; higher in {better} of {len(bn.layers)} layers",
+            agrees(with_transform > without and better > len(bn.layers) / 2),
         ),
         Row(
             "NN figure 11: features are close to normal at the start, and lose it in training with BN, less with BNN",
-            f"at the start {_r2(start):.4f}; trained: BN {_r2(bn):.4f}, BNN {_r2(bnn):.4f}",
-            agrees(_r2(start) > _r2(bn) and _r2(start) - _r2(bn) > _r2(start) - _r2(bnn)),
-        ),
-        Row(
-            "NN appendix A.1: noise added at a layer arrives weaker with BNN (relative error, last over first)",
-            ", ".join(f"{name} {value:.2f}" for name, value in ends.items()),
-            agrees(ends["BNN"] < ends["BN"]),
-        ),
-        Row(
-            f"NN table 4: more accurate than BN under noise on the images (top-1 at {level:g})",
-            ", ".join(f"{name} {value:.1f}%" for name, value in kept.items())
-            + f" of {bnn.images} images",
-            agrees(
-                kept["BNN"] - rival > 2 * error,
-                f"not seen ({kept['BNN'] - rival:+.1f} ± {error:.1f})",
-            ),
+            f"at the start {first:.4f}; trained: BN {without:.4f}, BNN {with_transform:.4f}",
+            agrees(first > without and with_transform > without),
         ),
     ]
+
+
+def _attenuation(bn: Diagnosis, bnn: Diagnosis) -> Row:
+    ends = {
+        name: fmean(layer.errors[-1] / layer.errors[0] for layer in network.noise)
+        for name, network in (("BN", bn), ("BNN", bnn))
+    }
+    return Row(
+        "NN appendix A.1: noise added at a layer arrives weaker with BNN (relative error, last over first)",
+        ", ".join(f"{name} {value:.2f}" for name, value in ends.items()),
+        agrees(ends["BNN"] < ends["BN"]),
+    )
+
+
+def _under_noise(networks: dict[str, Diagnosis]) -> Row:
+    top1 = {name: network.input_noise[3].top1 or 0.0 for name, network in networks.items()}
+    ours = top1["BNN"]
+    rival = max(value for name, value in top1.items() if name != "BNN")
+    images = networks["BNN"].images
+    # Standard error of the difference, in points.
+    error = sum(value * (100 - value) / images for value in (ours, rival)) ** 0.5
+    return Row(
+        "NN table 4: more accurate than BN under noise on the images "
+        f"(top-1 at {networks['BN'].input_noise[3].level:g})",
+        f"{', '.join(f'{name} {value:.1f}%' for name, value in top1.items())} of {images} images",
+        agrees(ours - rival > 2 * error, f"not seen ({ours - rival:+.1f} ± {error:.1f})"),
+    )
 
 
 def _r2(found: Diagnosis) -> float:
@@ -280,34 +318,19 @@ CHECKS: dict[str, Callable[[], list[Row]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, out="paper_checks.md")
     parser.add_argument(
         "--only", choices=CHECKS, action="append", help="run this part alone; repeatable"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "paper_checks.md"
     )
     args = parser.parse_args()
     rows: list[Row] = []
     for name in args.only or CHECKS:
-        found = CHECKS[name]()
-        rows += found
-        print(
-            "\n".join(f"{row.claim}\n    {row.found}: {row.verdict}" for row in found), flush=True
-        )
-    lines = [
-        f"{platform.machine()} CPU, torch {torch.__version__}; one seed",
-        "",
-        "| claim | here | |",
-        "|---|---|---|",
-        *(
-            " | ".join(["", *(cell.replace("|", r"\|") for cell in astuple(row)), ""]).strip()
-            for row in rows
-        ),
-    ]
-    args.out.write_text("\n".join(lines) + "\n")
+        for check in CHECKS[name]():
+            print(f"{check.claim}\n    {check.found}: {check.verdict}", flush=True)
+            rows.append(check)
+    cells = [[cell.replace("|", r"\|") for cell in astuple(check)] for check in rows]
+    head = f"{platform.machine()} CPU, torch {torch.__version__}; one seed"
+    publish(args.out, [head, "", *markdown(["claim", "here", ""], cells)])
 
 
 if __name__ == "__main__":

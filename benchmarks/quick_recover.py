@@ -1,8 +1,8 @@
-"""How much of what a conversion loses comes back in minutes: the source teaches on a few unlabelled
+r"""How much of what a conversion loses comes back in minutes: the source teaches on a few unlabelled
 photographs.
 
-    python benchmarks/quick_recover.py --checkpoint efficientnet-lite0.pth --photos photos.tar
-    --class-map classes.txt
+    python benchmarks/quick_recover.py --checkpoint efficientnet-lite0.pth --photos photos.tar \
+        --class-map classes.txt
 
 No network is measured on images that it was trained on. The photographs are divided in two halves
 without a class in common; a network is distilled on each half with the recipe quick-recover and
@@ -23,7 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-import yaml
+from finetune_cifar import setting
+from harness import command_line, markdown, publish, row
 from timm.utils import random_seed
 
 from retrofit.evaluation import evaluate
@@ -92,66 +93,64 @@ def settings(args: argparse.Namespace, images: str, seed: int) -> Recipe:
     return load_recipe("quick-recover", {**common, **dict(args.set)})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def untrained(args: argparse.Namespace) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return what heads the file, and the rows of the networks before training."""
+    network = converted(args)
+    first, images = correct(network, args.photos, args)
+    set_strength(network.model, 1.0)
+    kept, _ = correct(network, args.photos, args)
+    head = (
+        f"{args.model}, {args.to} at strength 1, {images} photographs, {platform.machine()} CPU, "
+        f"torch {torch.__version__}"
     )
-    parser.add_argument("--model", default="tf_efficientnet_lite0")
-    parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--match", default="order", choices=["name", "order"])
+    rows = [("source", f"{first / images:.1%}"), ("converted, untrained", f"{kept / images:.1%}")]
+    return [head, ""], rows
+
+
+def recovered(args: argparse.Namespace, seed: int) -> tuple[str, str]:
+    """Distil on images that are not measured on; return the row."""
+    options = " ".join(f"{name}={value}" for name, value in args.set) or "the recipe's own settings"
+    minutes = 0.0
+    right = 0
+    images = 0
+    with tempfile.TemporaryDirectory() as folder:
+        if args.unlabelled:
+            name = Path(args.unlabelled).name
+            pairs = [(args.unlabelled, args.photos)]
+        else:
+            name = "the other half of the photographs"
+            first, second = halves(args.photos, Path(folder))
+            pairs = [(first, second), (second, first)]
+        for train, test in pairs:
+            network, taken = distilled(train, seed, args)
+            hits, count = correct(network, test, args)
+            minutes += taken
+            right += hits
+            images += count
+    label = f"distilled on {name}, {options}, seed {seed}, {minutes:.0f} min in all"
+    return label, f"{right / images:.1%}"
+
+
+def main() -> None:
+    parser = command_line(
+        __doc__, "--model", "--match", out="quick_recover.md", required=["--checkpoint"]
+    )
     parser.add_argument("--to", default="ln-pn")
     parser.add_argument("--photos", required=True, metavar="TAR", help="with one folder a class")
     parser.add_argument("--class-map", required=True)
     parser.add_argument("--unlabelled", metavar="TAR", help="other images to distil on")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--set", nargs="*", default=[], type=_setting, metavar="NAME=VALUE")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "quick_recover.md"
-    )
+    parser.add_argument("--set", nargs="*", default=[], type=setting, metavar="NAME=VALUE")
     args = parser.parse_args()
-    source = converted(args)
-    first, images = correct(source, args.photos, args)
-    set_strength(source.model, 1.0)
-    untrained, _ = correct(source, args.photos, args)
-    lines = [
-        f"{args.model}, {args.to} at strength 1, {images} photographs, {platform.machine()} CPU, "
-        f"torch {torch.__version__}",
-        "",
-        "| network | top-1 |",
-        "|---|---|",
-        f"| source | {first / images:.1%} |",
-        f"| converted, untrained | {untrained / images:.1%} |",
-    ]
-    print("\n".join(lines[4:]), flush=True)
+    head, rows = untrained(args)
+    lines = [*head, *markdown(["network", "top-1"], rows)]
+    # Rows of other settings of the same comparison stay.
     known = args.out.read_text().splitlines() if args.out.exists() else []
-    lines += (
-        known[len(lines) :] if known[:1] == lines[:1] else []
-    )  # other settings of the same comparison
-    options = " ".join(f"{name}={value}" for name, value in args.set) or "the recipe's own settings"
-    with tempfile.TemporaryDirectory() as folder:
-        parts = halves(args.photos, Path(folder))
-        for seed in args.seeds:
-            right, minutes = 0, 0.0
-            for train, test in (
-                [(args.unlabelled, args.photos)] if args.unlabelled else [parts, parts[::-1]]
-            ):
-                network, taken = distilled(train, seed, args)
-                right, minutes = right + correct(network, test, args)[0], minutes + taken
-            on = (
-                Path(args.unlabelled).name
-                if args.unlabelled
-                else "the other half of the photographs"
-            )
-            lines.append(
-                f"| distilled on {on}, {options}, seed {seed}, {minutes:.0f} min in all | {right / images:.1%} |"
-            )
-            print(lines[-1], flush=True)
-    args.out.write_text("\n".join(lines) + "\n")
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name, yaml.safe_load(value)
+    if known[:1] == lines[:1]:
+        lines += known[len(lines) :]
+    for seed in args.seeds:
+        lines.append(row(recovered(args, seed)))
+        publish(args.out, lines)
 
 
 if __name__ == "__main__":

@@ -202,25 +202,18 @@ def tables(lines: Sequence[Line]) -> list[str]:
 
 def table(lines: Sequence[Line]) -> list[str]:
     """Return the table of a setting."""
-    runs = {arm: [line for line in lines if line["arm"] == arm] for arm in ARMS}
-    runs = {arm: sorted(own, key=lambda line: line["seed"]) for arm, own in runs.items() if own}
+    by_arm = grouped(sorted(lines, key=lambda line: line["seed"]), ["arm"])
+    runs = {arm: by_arm[arm,] for arm in ARMS if (arm,) in by_arm}
     others = [arm for arm in runs if arm in PLAIN]
     fitted = all("fit" in line for line in lines)
     rows = []
     for arm, own in runs.items():
-        gains = ["" if arm == other else paired(own, runs[other]) for other in others]
+        row = [ARMS[arm].label, ", ".join(f"{line['test']:.1f}" for line in own), spread(own)]
+        row += ["" if arm == other else paired(own, runs[other]) for other in others]
+        if fitted:
+            row += fit(own)
         best = statistics.fmean(max(line["curve"]) for line in own)
-        rows.append(
-            [
-                ARMS[arm].label,
-                ", ".join(f"{line['test']:.1f}" for line in own),
-                spread(own),
-                *gains,
-                *(fit(own) if fitted else []),
-                f"{best:.1f}",
-                f"{mean(own, 'cpu_seconds'):.0f}",
-            ]
-        )
+        rows.append([*row, f"{best:.1f}", f"{mean(own, 'cpu_seconds'):.0f}"])
     head = ["network", "top-1 of each seed", "mean"]
     head += [f"minus {ARMS[arm].label}" for arm in others]
     if fitted:

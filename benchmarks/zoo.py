@@ -1,7 +1,9 @@
 """Plan a conversion of every timm and torchvision architecture, and write what becomes of their
 layers as a table.
 
-    python benchmarks/zoo.py --to normal          every architecture, about ten minutes on 2 cores
+Every architecture takes about ten minutes on 2 cores:
+
+    python benchmarks/zoo.py --to normal
     python benchmarks/zoo.py --to gn-pn --match resnet
 
 Networks are built on the meta device where they build there, else on the CPU with random weights;
@@ -22,6 +24,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from harness import RESULTS, markdown, publish
 
 COUNTS = ["layers", "converted", "kept", "unsupported", "proxied", "left"]
 FIELDS = ["model", *COUNTS, "params", "seconds", "reasons", "error"]
@@ -56,72 +60,88 @@ def without_names(reason: str) -> str:
 
 
 def survey(name: str, to: str) -> dict[str, Any]:
-    """One row of the table."""
+    """Return one row of the table."""
     import torch
-
-    from retrofit import RetrofitError
-    from retrofit.surgery import LayerRow, Plan, plan
-    from retrofit.surgery.families import find_norms
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     row: dict[str, Any] = dict.fromkeys(FIELDS, 0) | {"model": name, "reasons": "", "error": ""}
     start = time.perf_counter()
     try:
-        model = build(name)
-        found = list(find_norms(model))
-        row["layers"] = len(found)
-        row["params"] = sum(parameter.numel() for parameter in model.parameters())
-        try:
-            made = plan(model, to)
-        except RetrofitError:  # nothing to convert
-            left = [
-                (norm, "unsupported" if norm.status == "unsupported" else "kept") for norm in found
-            ]
-            made = Plan(
-                to,
-                tuple(
-                    LayerRow(norm.name, norm.label, None, status, norm.reason)
-                    for norm, status in left
-                ),
-            )
-        assert len(made.layers) == len(found), "a layer is unaccounted for"
-        row |= made.counts
-        statuses = Counter(edit.status for edit in made.edits if edit.kind == "activation")
-        row |= {"proxied": statuses["converted"], "left": statuses["left"]}
-        why = Counter(
-            f"{x.source}: {x.reason or 'not of a family that is converted'}"
-            for x in made.layers
-            if not x.target
-        )
-        why += Counter(
-            f"{x.source} left: {without_names(x.reason)}" for x in made.edits if x.status == "left"
-        )
-        row["reasons"] = "; ".join(f"{n} {reason}" for reason, n in why.most_common())
+        row |= planned(build(name), to)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     row["seconds"] = round(time.perf_counter() - start, 2)
     return row
 
 
-def summary(rows: list[dict[str, Any]], to: str) -> str:
-    """Totals, and the reasons for what is not converted, as Markdown."""
-    total: Counter[str] = Counter()
-    for row in rows:
-        total.update({key: row[key] for key in COUNTS})
+def planned(model: Any, to: str) -> dict[str, Any]:
+    """Plan a network's conversion; return what becomes of its layers."""
+    from retrofit.surgery.families import find_norms
+
+    norms = list(find_norms(model))
+    plan = plan_of(model, norms, to)
+    assert len(plan.layers) == len(norms), "a layer is unaccounted for"
+    statuses = Counter(edit.status for edit in plan.edits if edit.kind == "activation")
+    reasons = Counter(
+        f"{layer.source}: {layer.reason or 'not of a family that is converted'}"
+        for layer in plan.layers
+        if not layer.target
+    )
+    reasons += Counter(
+        f"{edit.source} left: {without_names(edit.reason)}"
+        for edit in plan.edits
+        if edit.status == "left"
+    )
+    return {
+        "layers": len(norms),
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        **plan.counts,
+        "proxied": statuses["converted"],
+        "left": statuses["left"],
+        "reasons": "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()),
+    }
+
+
+def plan_of(model: Any, norms: list[Any], to: str) -> Any:
+    """Return the plan of a conversion; one that converts nothing where there is nothing to convert."""
+    from retrofit import RetrofitError
+    from retrofit.surgery import LayerRow, Plan, plan
+
+    try:
+        return plan(model, to)
+    except RetrofitError:
+        rows = [
+            LayerRow(
+                norm.name,
+                norm.label,
+                None,
+                "unsupported" if norm.status == "unsupported" else "kept",
+                norm.reason,
+            )
+            for norm in norms
+        ]
+        return Plan(to, tuple(rows))
+
+
+def summary(rows: list[dict[str, Any]], to: str) -> list[str]:
+    """Return totals, and the reasons for what is not converted, as Markdown."""
+    total = {key: sum(row[key] for row in rows) for key in COUNTS}
     whole = sum(1 for row in rows if row["converted"] and not row["unsupported"])
-    lines = [
-        f"| to {to} | |",
-        "|---|---|",
-        f"| architectures planned | {len(rows)} |",
-        f"| exceptions | {sum(1 for row in rows if row['error'])} |",
-        f"| normalization layers | {total['layers']:,} |",
-        f"| converted / kept / unsupported | {total['converted']:,} / {total['kept']:,} / {total['unsupported']:,} |",
-        f"| architectures with a layer converted and none unsupported | {whole} |",
-        f"| architectures without any normalization layer | {sum(1 for row in rows if not row['layers'])} |",
+    fates = " / ".join(f"{total[key]:,}" for key in ("converted", "kept", "unsupported"))
+    table: list[tuple[str, object]] = [
+        ("architectures planned", len(rows)),
+        ("exceptions", sum(1 for row in rows if row["error"])),
+        ("normalization layers", f"{total['layers']:,}"),
+        ("converted / kept / unsupported", fates),
+        ("architectures with a layer converted and none unsupported", whole),
+        (
+            "architectures without any normalization layer",
+            sum(1 for row in rows if not row["layers"]),
+        ),
     ]
     if total["proxied"]:
-        lines.append(f"| activations proxied / left | {total['proxied']:,} / {total['left']:,} |")
+        table.append(("activations proxied / left", f"{total['proxied']:,} / {total['left']:,}"))
     models: Counter[str] = Counter()
     layers: Counter[str] = Counter()
     for row in rows:
@@ -129,9 +149,23 @@ def summary(rows: list[dict[str, Any]], to: str) -> str:
             count, _, text = reason.partition(" ")
             models[text] += 1
             layers[text] += int(count)
-    lines += ["", "| not converted, and why | layers | architectures |", "|---|---|---|"]
-    lines += [f"| {text} | {layers[text]:,} | {n} |" for text, n in models.most_common(25)]
-    return "\n".join(lines) + "\n"
+    reasons = [(text, f"{layers[text]:,}", n) for text, n in models.most_common(25)]
+    return [
+        *markdown([f"to {to}", ""], table),
+        "",
+        *markdown(["not converted, and why", "layers", "architectures"], reasons),
+    ]
+
+
+def surveyed(names: list[str], to: str, workers: int | None) -> list[dict[str, Any]]:
+    """Return the rows of all architectures, by name."""
+    rows = []
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for job in as_completed([pool.submit(survey, name, to) for name in names]):
+            rows.append(job.result())
+            if len(rows) % 50 == 0:
+                print(f"{len(rows)} of {len(names)}", file=sys.stderr, flush=True)
+    return sorted(rows, key=lambda row: row["model"])
 
 
 def main() -> None:
@@ -140,32 +174,21 @@ def main() -> None:
     )
     parser.add_argument("--to", default="normal", help="target")
     parser.add_argument("--match", default="", help="only architectures whose name contains this")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results", help="folder of the tables"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the tables")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    wanted = [name for name in names() if args.match in name]
-    rows = []
-    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
-        jobs = [pool.submit(survey, name, args.to) for name in wanted]
-        for job in as_completed(jobs):
-            rows.append(job.result())
-            if len(rows) % 50 == 0:
-                print(f"{len(rows)} of {len(wanted)}", file=sys.stderr, flush=True)
-    rows.sort(key=lambda row: row["model"])
+    rows = surveyed([name for name in names() if args.match in name], args.to, args.workers)
     args.out.mkdir(parents=True, exist_ok=True)
-    with (args.out / f"zoo-{args.to}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+    file = args.out / f"zoo-{args.to}.csv"
+    with file.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    text = summary(rows, args.to)
-    (args.out / f"zoo-{args.to}.md").write_text(text)
-    print(text)
-    for row in rows:
-        if row["error"]:
-            print(f"{row['model']}: {row['error']}", file=sys.stderr)
-    sys.exit(any(row["error"] for row in rows))
+    publish(file, summary(rows, args.to))
+    failed = [row for row in rows if row["error"]]
+    for row in failed:
+        print(f"{row['model']}: {row['error']}", file=sys.stderr)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import evidence_arms  # noqa: E402
+import features  # noqa: E402
 import harness  # noqa: E402
 import reproduce  # noqa: E402
 import reproduce_train  # noqa: E402
@@ -136,6 +137,28 @@ def test_paired_differences_have_both_errors() -> None:
     assert harness.paired(ours, theirs) == "+2.0 ± 1.0 / 25.0"
     assert harness.paired(ours[:1], theirs[1:]) == ""
     assert harness.paired(ours[:1], theirs) == "+1.0 ± ? / 25.0"
+
+
+def test_features_are_compared_as_by_hand() -> None:
+    """Two of three rows change places: similarity stays 1 for the third alone, and 1 of 3 rows has
+    another neighbour.
+    """
+    source = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
+    assert features.agreement(source, source[[2, 1, 0]]) == ["0.333", "-0.333", "66.7%"]
+
+
+def test_a_checkpoint_may_lack_the_classifier_alone(tmp_path: Path) -> None:
+    source, model = (timm.create_model("test_efficientnet") for _ in range(2))
+    state = source.state_dict()
+    names = list(state)
+    file = str(tmp_path / "weights.pth")
+    torch.save({f"other.{name}": state[name] for name in names[:-2]}, file)
+    evidence_arms.load_in_order(model, file)
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in names[:-2])
+    for wrong in (names[:-1], names[:-3], [names[1], names[0], *names[2:]]):
+        torch.save({name: state[name] for name in wrong}, file)
+        with pytest.raises(SystemExit, match="are not those of the network"):
+            evidence_arms.load_in_order(model, file)
 
 
 def test_every_arm_of_the_evidence_is_built() -> None:
