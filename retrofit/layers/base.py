@@ -96,6 +96,11 @@ class NormalityMixin(StrengthMixin):
         return constants_of(self._build_source(library_class(self.source_name)), self)
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return the source's layer, at strength 0.
+
+        Raises:
+            RetrofitError: If the strength is above 0: no library has the power transform.
+        """
         if float(self.strength) > 0:
             raise no_plain_layer(
                 "it has a power transform; set_strength(model, 0) leaves its source, export_onnx takes it as it is"

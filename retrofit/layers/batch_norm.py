@@ -267,6 +267,10 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x`, (N, C, *), with the batch's statistics in training and the running ones
         after it.
+
+        Raises:
+            ValueError: If a channel has a single value to normalize, or `x` has another number of
+                dimensions.
         """
         self._check_input_dim(x)
         if not self.training and self.running_mean is not None:

@@ -81,7 +81,10 @@ class LinearMap:
 
     def torch_weight(self) -> Tensor:
         """Return the weight as torch lays it out."""
-        return (self.weight.transpose(1, 2) if self.transposed else self.weight).flatten(0, 1)
+        weight = self.weight
+        if self.transposed:
+            weight = weight.transpose(1, 2)
+        return weight.flatten(0, 1)
 
     def then(self, scale: Tensor, shift: Tensor) -> "LinearMap":
         """Return the layer that gives scale * y + shift where this one gives y; (C_out,) each.
@@ -103,11 +106,10 @@ class LinearMap:
         groups, _, inner, *size = self.weight.shape
         shape = (groups, 1, inner, *(1 for _ in size))
         weight = self.weight * scale.view(shape)
-        bias = self.bias
-        if bool(shift.any()):
-            moved = (self.weight * shift.view(shape)).flatten(2).sum(2).flatten()
-            bias = moved if bias is None else bias + moved
-        return replace(self, weight=weight, bias=bias)
+        if not bool(shift.any()):
+            return replace(self, weight=weight)
+        moved = (self.weight * shift.view(shape)).flatten(2).sum(2).flatten()
+        return replace(self, weight=weight, bias=_sum(self.bias, moved))
 
     def then_groups(self, matrix: "LinearMap") -> "LinearMap | None":
         """Return the layer that is this one and then `matrix`, a convolution of size 1 with as many
@@ -118,9 +120,12 @@ class LinearMap:
         if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:
             return None
         factor = matrix.weight.view(groups, size, size)
-        bias = matrix.bias
         weight = (factor @ self.weight.reshape(groups, size, -1)).view(self.weight.shape)
-        if self.bias is not None:
-            moved = (factor @ self.bias.view(groups, size, 1)).flatten()
-            bias = moved if bias is None else bias + moved
-        return replace(self, weight=weight, bias=bias)
+        if self.bias is None:
+            return replace(self, weight=weight, bias=matrix.bias)
+        moved = (factor @ self.bias.view(groups, size, 1)).flatten()
+        return replace(self, weight=weight, bias=_sum(matrix.bias, moved))
+
+
+def _sum(bias: Tensor | None, moved: Tensor) -> Tensor:
+    return moved if bias is None else bias + moved

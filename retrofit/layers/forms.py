@@ -119,8 +119,8 @@ class ChannelAffine(nn.Module):
     def __init__(self, scale: Tensor, shift: Tensor, last: bool = False) -> None:
         super().__init__()
         self.last = last
-        self.register_buffer("scale", None if bool((scale == 1).all()) else scale.float())
-        self.register_buffer("shift", None if bool((shift == 0).all()) else shift.float())
+        self.register_buffer("scale", _unless_all(1, scale))
+        self.register_buffer("shift", _unless_all(0, shift))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is not None:
@@ -131,6 +131,11 @@ class ChannelAffine(nn.Module):
 
     def _view(self, values: Tensor, x: Tensor) -> Tensor:
         return values if self.last else channel_view(values, x)
+
+
+def _unless_all(neutral: float, values: Tensor) -> Tensor | None:
+    """Return values in float32; None if all are `neutral`, so that their operation does nothing."""
+    return None if bool((values == neutral).all()) else values.float()
 
 
 class ConstantNorm(nn.Module):
@@ -202,7 +207,7 @@ class TwoBranch(nn.Module):
         if not self.exact:
             self._hold_either("r", gamma / up, -gamma / down)
         self.register_buffer("gamma", gamma.float() if self.exact else None)
-        self.register_buffer("beta", None if bool((beta == 0).all()) else beta.float())
+        self.register_buffer("beta", _unless_all(0, beta))
 
     def _hold_either(self, name: str, plus: Tensor, minus: Tensor) -> None:
         """Hold what takes one value for positive h and another for negative, as mean and half
@@ -218,7 +223,9 @@ class TwoBranch(nn.Module):
             y = relative_growth(u) * log * sign * channel_view(self.gamma, h)
         else:
             y = (torch.exp(u) - 1.0) * self._either("r", sign)
-        return y if self.beta is None else y + channel_view(self.beta, h)
+        if self.beta is not None:
+            y = y + channel_view(self.beta, h)
+        return y
 
     def _either(self, name: str, sign: Tensor) -> Tensor:
         mean = channel_view(getattr(self, f"{name}0"), sign)

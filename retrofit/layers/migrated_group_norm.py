@@ -388,6 +388,9 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the constants, and the layer behind them: group normalization at strength 1, gamma
         and beta at 0.
+
+        Raises:
+            RetrofitError: If the strength lies between 0 and 1.
         """
         t = float(self.strength)
         if t == 0:

@@ -154,6 +154,9 @@ class ProxyNorm(StrengthMixin):
     def seed_restore(self) -> None:
         """Store sqrt(Var_p + eps) and E_p of the current gamma and beta, which `restore` gives back
         from now on.
+
+        Raises:
+            ValueError: If the layer was built without `restore`.
         """
         if self.restore_shift is None:
             raise ValueError("this ProxyNorm has no restoring affine; build it with restore=True")
@@ -179,6 +182,9 @@ class ProxyNorm(StrengthMixin):
     def moments(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return E_p and sqrt(Var_p + eps), each (C,), computed in `dtype` from the current gamma
         and beta.
+
+        Raises:
+            ValueError: If the activation is not elementwise.
         """
         gamma, beta = self._affine()
         device = self._code.device
@@ -272,6 +278,9 @@ class ProxyNorm(StrengthMixin):
     def forward(self, x: Tensor) -> Tensor:
         """Return phi(x), proxy-normalized; `x` is the output of the norm, with gamma and beta
         applied.
+
+        Raises:
+            ValueError: If `x` has another number of channels.
         """
         if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
             where = f"dimension {self.channel_dim} of {tuple(x.shape)}"

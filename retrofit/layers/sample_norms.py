@@ -44,6 +44,11 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         self._register_options(device, **options)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, (*, normalized_shape), each sample by itself.
+
+        Raises:
+            RuntimeError: If `x` does not end in `normalized_shape`.
+        """
         shape = self.normalized_shape
         if x.shape[x.ndim - len(shape) :] != shape:
             raise RuntimeError(
@@ -79,6 +84,11 @@ class LayerNormalNorm2d(LayerNormalNorm):
     per_channel: ClassVar[bool] = True
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize each position of `x`, (N, C, *), over its channels.
+
+        Raises:
+            RuntimeError: If `x` has another number of channels.
+        """
         if x.ndim < 2 or x.shape[1] != self.normalized_shape[0]:
             raise RuntimeError(
                 f"expected input of shape (N, {self.normalized_shape[0]}, *), but got {tuple(x.shape)}"
@@ -134,6 +144,12 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
     reset_parameters = reset_affine
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize each group of channels of each sample of `x`, (N, C, *).
+
+        Raises:
+            RuntimeError: If the groups do not divide the channels.
+            ValueError: If the groups of a single sample hold one value each.
+        """
         groups = self.num_groups
         if x.ndim < 2 or x.shape[1] % groups:
             raise RuntimeError(
@@ -188,6 +204,12 @@ class _InstanceNormalNorm(RunningNormality):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize each channel of each sample of `x`, (N, C, *) or (C, *).
+
+        Raises:
+            ValueError: If `x` has another number of dimensions or channels, or, where it is
+                normalized by itself, one value a channel.
+        """
         batched = x.ndim == self._batched_ndim
         if not batched and x.ndim != self._batched_ndim - 1:
             raise ValueError(

@@ -266,7 +266,9 @@ def strength_of(model: nn.Module) -> float | None:
 def common_strength(model: nn.Module) -> float | None:
     """Return the strength of all converted layers; None if there are none, or they differ."""
     strengths = _strengths(model)
-    return strengths.pop() if len(strengths) == 1 else None
+    if len(strengths) != 1:
+        return None
+    return strengths.pop()
 
 
 def strength_sentence(model: nn.Module) -> str | None:
@@ -291,9 +293,8 @@ def odd_strengths(model: nn.Module) -> str | None:
     odd = sorted(t for t in strengths if abs(t - round(t, _DIGITS)) > 1e-6)
     if not odd:
         return None
-    where = f"{odd[0]:.4f}" if len(odd) == 1 else f"{odd[0]:.4f} to {odd[-1]:.4f}"
     return (
-        f"layers stand at strength {where}, as an average of weights or a walk that was stopped leaves them; if it is "
+        f"layers stand at strength {_span(odd, '.4f')}, as an average of weights or a walk that was stopped leaves them; if it is "
         "an average, give it its network's strength (retrofit.set_strength) and save it again"
     )
 
@@ -366,10 +367,9 @@ def _strengths(model: nn.Module) -> set[float]:
     return {layer.strength.item() for layer in layers if not layer._code.is_meta}
 
 
-def _span(strengths: list[float]) -> str:
-    low = f"{min(strengths):.3g}"
-    high = f"{max(strengths):.3g}"
-    return low if low == high else f"{low} to {high}"
+def _span(strengths: list[float], form: str = ".3g") -> str:
+    ends = dict.fromkeys([format(min(strengths), form), format(max(strengths), form)])
+    return " to ".join(ends)
 
 
 def shown(name: str, value: Tensor) -> str:

@@ -62,17 +62,19 @@ _CONSTANTS = tuple(
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
-# seconds to build, which takes about ten
+# Seconds to build, which takes about ten.
 _LIMIT = 170.0
-# seconds: longer than what another process does under the lock
+# Seconds: longer than what another process does under the lock.
 _PATIENCE = 180.0
 TYPES = (torch.float32, torch.bfloat16)
-# all stages in one call; the stage of `forward` that writes
-_ALL, _LAST = -1, 4
+# All stages in one call.
+_ALL = -1
+# The stage of `forward` that writes.
+_LAST = 4
 # Rows of the parts: mean and variance; five means of the Newton step, smallest and largest value;
 # mean of y; its mean absolute deviation
 _STAGES = slice(0, 2), slice(2, 9), slice(9, 10), slice(10, 11)
-# elements below which waking other threads costs more than it gains
+# Elements below which waking other threads costs more than it gains.
 _SINGLE_THREADED = 2**14
 
 
@@ -81,8 +83,10 @@ class UnavailableError(RuntimeError):
 
 
 def load() -> ctypes.CDLL:
-    """Load the library, built if this machine has none yet; an `UnavailableError` says why there
-    can be none.
+    """Load the library, built if this machine has none yet.
+
+    Raises:
+        UnavailableError: If there can be none; says why.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         raise UnavailableError("they are built on Linux with glibc only")
@@ -91,30 +95,43 @@ def load() -> ctypes.CDLL:
     made_from = repr((options, platform.machine(), os.environ.get("CXX"))).encode()
     name = f"kernels-{_hash(made_from + b''.join(file.read_bytes() for file in _SOURCES))}"
     try:
-        folder = cache_folder()
-        if (library := _find(folder, name)) is None:
-            with locked(folder):
-                library = _find(folder, name) or _build(folder, name, options)
-        return ctypes.CDLL(str(library))
+        return ctypes.CDLL(str(_cached(name, options)))
     except subprocess.TimeoutExpired as error:
         raise UnavailableError(f"{error.cmd[0]} took more than {_LIMIT:.0f} s") from None
     except (OSError, UnavailableError) as error:
         fault = error
+    library = _built_for_this_process(name, options)
+    _log.warning("the C++ kernels are built anew by each process: %s", fault)
+    return library
+
+
+def _cached(name: str, options: tuple[str, ...]) -> Path:
+    """Return the library in the cache folder, built there if it is missing."""
+    folder = cache_folder()
+    library = _find(folder, name)
+    if library is not None:
+        return library
+    with locked(folder):
+        return _find(folder, name) or _build(folder, name, options)
+
+
+def _built_for_this_process(name: str, options: tuple[str, ...]) -> ctypes.CDLL:
     try:
         with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
-            opened = ctypes.CDLL(str(_build(Path(private), name, options)))
+            return ctypes.CDLL(str(_build(Path(private), name, options)))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(
             f"they cannot be built and loaded in a temporary folder ({error})"
         ) from error
-    _log.warning("the C++ kernels are built anew by each process: %s", fault)
-    return opened
 
 
 def cache_folder() -> Path:
     """Return `retrofit` under XDG_CACHE_HOME or ~/.cache, made if it is missing, for what is built
-    or tested once on a machine. An OSError says that it cannot be made, or that others than this
-    user and root may write to it or exchange it.
+    or tested once on a machine.
+
+    Raises:
+        OSError: If it cannot be made, or others than this user and root may write to it or exchange
+            it.
     """
     place = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "retrofit"
     if not place.is_absolute():
@@ -123,9 +140,8 @@ def cache_folder() -> Path:
     place = place.resolve()
     for each in (place, *place.parents):
         status = each.stat()
-        sticky = (
-            each != place and status.st_mode & stat.S_ISVTX
-        )  # as /tmp: others may add names, not change mine
+        # As /tmp: others may add names, not change mine.
+        sticky = each != place and status.st_mode & stat.S_ISVTX
         if status.st_uid not in (os.geteuid(), 0):
             raise OSError(f"{each} belongs to another user; set XDG_CACHE_HOME")
         if status.st_mode & 0o022 and not sticky:
@@ -138,14 +154,14 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, one process at a time; go on without it where a stopped process
     holds it for ever.
     """
-    from retrofit.utils.files import (
-        acquire,
-        release,
-    )  # fcntl is not on every platform that imports this module
+    # fcntl is not on every platform that imports this module.
+    from retrofit.utils.files import acquire, release
 
     end = time.monotonic() + _PATIENCE
-    while not (held := acquire(folder / "lock")) and time.monotonic() < end:
+    held = acquire(folder / "lock")
+    while not held and time.monotonic() < end:
         time.sleep(0.05)
+        held = acquire(folder / "lock")
     try:
         yield
     finally:
@@ -175,9 +191,9 @@ def _build(folder: Path, name: str, options: tuple[str, ...]) -> Path:
         built = aside / "kernels.so"
         _compile(aside, *compiler, *options, *map(str, _SOURCES[:-1]), "-o", str(built))
         built.chmod(0o700)
-        # an OSError if that is no library, or none may be loaded from here
+        # An OSError if that is no library, or none may be loaded from here.
         ctypes.CDLL(str(built))
-        # so that the name stands for the whole content whatever happens
+        # So that the name stands for the whole content whatever happens.
         flush(built)
         return built.replace(folder / f"{name}-{_hash(built.read_bytes())}.so")
 
@@ -185,11 +201,9 @@ def _build(folder: Path, name: str, options: tuple[str, ...]) -> Path:
 def _compiler() -> list[str]:
     """Return the command of CXX, which may have arguments, or of the first compiler there is."""
     named = os.environ.get("CXX", "")
+    installed = [name for name in ("g++", "c++", "clang++") if shutil.which(name)]
     try:
-        command = (
-            shlex.split(named)
-            or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
-        )
+        command = shlex.split(named) or installed[:1]
     except ValueError as error:
         raise UnavailableError(f"CXX={named} is not a command ({error})") from error
     if not command:
@@ -203,13 +217,12 @@ def _compile(aside: Path, *command: str) -> None:
     """Run a compiler whose temporary files go `aside`, in a session of its own so that its children
     end with it.
     """
-    environment, stdin, stderr = (
-        {**os.environ, "TMPDIR": str(aside)},
-        subprocess.DEVNULL,
-        subprocess.PIPE,
-    )
     with subprocess.Popen(
-        command, stdin=stdin, stderr=stderr, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(aside)},
+        start_new_session=True,
     ) as process:
         try:
             _, output = process.communicate(timeout=_LIMIT)
@@ -219,9 +232,8 @@ def _compile(aside: Path, *command: str) -> None:
     if process.returncode:
         message = output.decode(errors="replace").strip()
         _log.debug("%s said: %s", command[0], message)
-        raise UnavailableError(
-            f"{command[0]} failed: {(message.splitlines() or ['no message'])[0][:200]}"
-        )
+        first_line = message.partition("\n")[0] or "no message"
+        raise UnavailableError(f"{command[0]} failed: {first_line[:200]}")
 
 
 def _hash(content: bytes) -> str:
