@@ -113,8 +113,9 @@ def features(figure: Figure) -> None:
         figure.subplots(1, len(names), sharex=True, squeeze=False)[0], names, strict=True
     ):
         rows = table("features.md", "cosine", f"## {name}")
-        values = [number(cell) for cell in rows["ln"]]
-        shares = [100 * value if value <= 1 else value for value in values]
+        # The two similarities are shares of 1, agreement is in percent.
+        scales = (100, 100, 1) * 2
+        shares = [scale * number(cell) for scale, cell in zip(scales, rows["ln"], strict=True)]
         for offset, part, colour, label in (
             (0.0, shares[:3], OURS, "LayerNorm by retrofit, t = 1"),
             (0.4, shares[3:], TODAY, "LayerNorm, plain swap"),
@@ -123,6 +124,7 @@ def features(figure: Figure) -> None:
             axes.bar_label(axes.barh(places, part, 0.36, color=colour, label=label), fmt="%.0f")
         axes.set_yticks([place + 0.2 for place in range(len(figures))], figures)
         axes.invert_yaxis()
+        axes.set_xlabel("%")
         axes.set_title(NETWORKS[name])
         axes.grid(visible=False)
     legend(figure)
