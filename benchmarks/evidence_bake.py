@@ -21,7 +21,7 @@ from harness import Line, machine, markdown, mean, with_error
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.export.bake import bake
+from retrofit.baking import bake
 
 TOLERANCES = (0.05, 0.1, 0.2, 0.4, 10.0)
 """The last one bakes whatever can be."""

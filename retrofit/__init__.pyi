@@ -1,8 +1,8 @@
 from . import callbacks, layers
+from .baking import bake
 from .conversion_options import register_target
 from .errors import RetrofitError, UsageError
 from .export import export_onnx, fold
-from .export.bake import bake
 from .layers.norms import NORMS
 from .networks.artifact import load, save
 from .networks.hub import push_to_hub, save_for_hub

@@ -18,7 +18,7 @@ ROOMS = [
     {"errors"}, {"utils"}, {"registry"}, {"builtin_targets"}, {"conversion_options"}, {"record"},
     {"inputs"}, {"compare"}, {"layers"}, {"graph"}, {"surgery"}, {"running_statistics"},
     {"networks"}, {"attack", "images"}, {"evaluation"},
-    {"bench", "diagnose", "export", "finetune"}, {"callbacks", "opacus", "cli"},
+    {"baking", "bench", "diagnose", "export", "finetune"}, {"callbacks", "opacus", "cli"},
 ]  # fmt: skip
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 

@@ -9,13 +9,18 @@ evaluated and trained like any other.
     $ retrofit bake lite0-ln.safetensors --calibrate photos.tar --tolerance 0.3 -o baked.safetensors
 """
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from retrofit.cli import options
 from retrofit.cli.console import emit, names, say, say_written, show_table, waiting
+
+if TYPE_CHECKING:
+    from retrofit.baking import BakeReport
 
 
 @options.command("bake", __doc__, calibrate="The fit", output="Output")
@@ -36,18 +41,26 @@ from retrofit.cli.console import emit, names, say, say_written, show_table, wait
 @options.force
 @options.json
 def command(
-    model: str, output: Path | None, force: bool, images: int, tolerance: float, **given: Any
+    model: str, output: Path | None, force: bool, images: int, tolerance: float, **requested: Any
 ) -> None:
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
 
     output = output_file(output, f"{file_stem(model)}-baked.safetensors", force)
-    network = open_network(model, given)
-    read_calibration(given, network, images)
+    network = open_network(model, requested)
+    read_calibration(requested, network, images)
     with waiting("baking"):
         network.model, report = retrofit.bake(
-            network.model, given["calibrate"], tolerance=tolerance
+            network.model, requested["calibrate"], tolerance=tolerance
         )
+    _show(report)
+    retrofit.save(network.model, output, force=force)
+    say_written(output)
+    say(f"next: retrofit export {output}")
+    emit({"model": network.source.name, "output": str(output), **report.to_dict()})
+
+
+def _show(report: BakeReport) -> None:
     rows = []
     for stage in report.stages:
         same = "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"
@@ -58,16 +71,13 @@ def command(
     kept = [layer for layer in report.layers if not layer.baked]
     for reason in dict.fromkeys(layer.reason for layer in kept):
         say(f"kept: {names(layer.name for layer in kept if layer.reason == reason)}: {reason}")
-    chosen, (fitted, judged) = report.chosen, report.images
-    agreement = (
-        "" if chosen.top1_agreement is None else f", the same top-1 for {chosen.top1_agreement:.1%}"
-    )
+    chosen = report.chosen
+    fitted, judged = report.images
+    agreement = ""
+    if chosen.top1_agreement is not None:
+        agreement = f", the same top-1 for {chosen.top1_agreement:.1%}"
     say(
-        f"baked {chosen.layers} of {len(report.layers)} layers on {fitted} images: the output changes by "
-        f"{chosen.error:.3g} of its standard deviation on {judged} others{agreement}",
+        f"baked {chosen.layers} of {len(report.layers)} layers on {fitted} images: the output "
+        f"changes by {chosen.error:.3g} of its standard deviation on {judged} others{agreement}",
         "bold",
     )
-    retrofit.save(network.model, output, force=force)
-    say_written(output)
-    say(f"next: retrofit export {output}")
-    emit({"model": network.source.name, "output": str(output), **report.to_dict()})

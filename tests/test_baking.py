@@ -3,6 +3,7 @@ is.
 """
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
+from retrofit.baking import bake
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.bake import bake
 from retrofit.layers import BatchNormalNorm2d, LayerNormalNorm, MigratedGroupNorm, StrengthMixin
 from tests.export.networks import converted, images, norm
 
@@ -98,6 +99,7 @@ def test_refused_and_left_as_it_was() -> None:
             r"changes the output by .* more than 1e-06; raise `tolerance`",
         ),
         (images(), {"tolerance": 0}, "`tolerance` must be more than 0"),
+        (images(), {"tolerance": math.inf}, "`tolerance` must be more than 0, not inf"),
         (None, {}, "`images` or `inputs`; give one of them"),
         ([images()[0][:3]], {}, "3 images cannot be fitted and judged on"),
         ([torch.zeros(8, 3, 32, 32)], {}, "the network answers all images alike"),

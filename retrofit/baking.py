@@ -1,0 +1,436 @@
+"""`retrofit.bake`: the way back to strength 0, with constants that are the network's own.
+
+At strength 0 a converted layer costs what its source costs: a BatchNorm in evaluation, which folds
+into the convolution before it. A layer that was trained at strength 1 is another function there.
+Baking moves it to strength 0 and gives it the weight and bias that come nearest, per channel and in
+the mean square over images, to what it computed at its own strength. All layers are fitted in one
+pass through the network, in its order: the images go through twice at once, by the layers as they
+are and by the layers baked so far, so that each layer makes up for the ones before it.
+"""
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.compare import Reference, tensors_of
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.inputs import Call, Inputs, example_calls
+from retrofit.layers import ProxyNorm, StrengthMixin
+from retrofit.layers.strength import refuse_partial_state
+from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.utils.running import (
+    evaluating,
+    hooked,
+    images_of,
+    kept_values,
+    placement_of,
+    put_back,
+)
+from retrofit.utils.text import one_line, plural
+
+TOLERANCE = 0.1
+_BATCH = 32
+# Half of them are fitted on, half are judged on, and a spread takes two
+_FEWEST = 4
+# Thresholds that are tried between all layers and none
+_TRIALS = 5
+# Share of the images that count as the worst
+_WORST = 0.01
+# What the whole network may differ by from the trial, as a factor: rounding
+_ROUNDING = 1.001
+
+_Constants = dict[str, tuple[Tensor, Tensor]]
+"""Weight and bias by layer."""
+
+
+@dataclass(frozen=True)
+class BakedLayer:
+    """What became of one layer."""
+
+    name: str
+    # Rms of what constants leave, as a share of its output's standard deviation; None if not tried
+    error: float | None
+    # Whether it is at strength 0 now
+    baked: bool
+    # Why not
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A choice of layers, those whose error is not above a threshold, judged on images that were
+    not fitted on.
+    """
+
+    threshold: float
+    layers: int
+    # Rms of the change of the network's output, as a share of its standard deviation
+    error: float
+    # The same of the worst 1% of the images, the worst one at least
+    worst: float
+    # Share of the images with the same highest output; None if it is no scores
+    top1_agreement: float | None
+
+
+@dataclass(frozen=True)
+class BakeReport:
+    """What was baked, and what it changes."""
+
+    # Every one with a strength, in the order of the network
+    layers: tuple[BakedLayer, ...]
+    # The choices of layers that were tried, in the order of their thresholds
+    stages: tuple[Stage, ...]
+    chosen: Stage
+    tolerance: float
+    # How many were fitted on, and judged on
+    images: tuple[int, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {"schema": 1, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Layers that were baked in a trial; the error of each layer that was tried."""
+
+    stage: Stage
+    errors: dict[str, float]
+    constants: _Constants
+
+
+@torch.no_grad()
+def bake(
+    model: nn.Module,
+    images: Iterable[Any] | None = None,
+    *,
+    inputs: Inputs | None = None,
+    tolerance: float = TOLERANCE,
+) -> tuple[nn.Module, BakeReport]:
+    """Replace per-image statistics and power transforms with constants in the layers where this
+    changes little.
+
+    A baked layer is at strength 0 afterwards, with its own constants. It exports like its source
+    layer and can be trained. Proxy normalization is unchanged, since it does not depend on images.
+
+    Args:
+        model: A converted network. Its layers are changed in place, or not at all if an error is
+            raised.
+        images: Batches (N, C, H, W) of preprocessed images, with or without labels. Every second
+            image is used to fit the constants, the others to evaluate them.
+        inputs: Instead of images, one batch of network inputs: a tensor, a tuple of positional
+            arguments, or a dict of keyword arguments. Each tensor with as many rows as the first
+            has one row per sample.
+        tolerance: Largest allowed change of the output: its root mean square on the evaluation
+            images, as a fraction of the output's standard deviation. Of the sets of layers tried,
+            `bake` uses the largest one within it.
+
+    Returns:
+        The network, and the report.
+
+    Raises:
+        UsageError: If the tolerance is not a number above 0, `images` and `inputs` are both given
+            or both missing, or a batch holds no images.
+        RetrofitError: If there is nothing to bake, the layers differ in strength because part of a
+            state was loaded, the images are too few or contain NaN, or no layer can be baked within
+            the tolerance.
+    """
+    if not 0 < tolerance < math.inf:
+        raise UsageError(
+            f"`tolerance` must be more than 0, not {tolerance}; leave it out for the usual one"
+        )
+    refuse_partial_state(model)
+    if any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in model.parameters()):
+        raise RetrofitError(
+            "constants are fitted in float32; bake `model.float()`, and halve it again if you have "
+            "to"
+        )
+    trial = _Trial(model, _samples(model, images, inputs))
+    choices = _choices(trial, tolerance)
+    stages = sorted((choice.stage for choice in choices), key=lambda stage: stage.threshold)
+    best = _largest_within(choices, tolerance)
+    chosen = _bake_layers(model, trial, best, tolerance)
+    layers = []
+    for name in trial.names:
+        is_baked = name in best.constants
+        reason = "" if is_baked else trial.reasons.get(name, "costs too much")
+        layers.append(BakedLayer(name, best.errors.get(name), is_baked, reason))
+    return model, BakeReport(tuple(layers), tuple(stages), chosen, tolerance, trial.images)
+
+
+def _samples(model: nn.Module, images: Iterable[Any] | None, inputs: Inputs | None) -> Call:
+    """Return all samples as one call."""
+    if (images is None) == (inputs is None):
+        raise UsageError("`bake` takes `images` or `inputs`; give one of them")
+    if images is not None:
+        inputs = torch.cat(list(images_of(images, "images")) or [torch.empty(0)])
+    call = example_calls(model, inputs)[0]
+    if call.batch < _FEWEST:
+        raise RetrofitError(
+            f"{plural(call.batch, 'image')} cannot be fitted and judged on; give {_FEWEST} or "
+            "more, 64 say"
+        )
+    return call
+
+
+def _choices(trial: "_Trial", tolerance: float) -> list[_Choice]:
+    """Try all layers; where they change too much, some of them, by bisection of the threshold."""
+    everything = trial.run(math.inf)
+    choices = [everything]
+    if everything.stage.error <= tolerance:
+        return choices
+    errors = [max(error, 1e-6) for error in everything.errors.values()]
+    low = 0.9 * min(errors)
+    high = 1.1 * max(errors)
+    for _ in range(_TRIALS):
+        middle = math.sqrt(low * high)
+        choice = trial.run(middle)
+        choices.append(choice)
+        if choice.stage.error <= tolerance:
+            low = middle
+        else:
+            high = middle
+    return choices
+
+
+def _largest_within(choices: Sequence[_Choice], tolerance: float) -> _Choice:
+    """Return the choice of most layers within the tolerance."""
+    baking = [choice for choice in choices if choice.stage.layers]
+    within = [choice for choice in baking if choice.stage.error <= tolerance]
+    if within:
+        return max(within, key=lambda choice: choice.stage.layers)
+    least = min((choice.stage for choice in baking), key=lambda stage: stage.error)
+    raise RetrofitError(
+        f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its "
+        f"standard deviation, more than {tolerance:g}; raise `tolerance`, or train there and back "
+        "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched "
+        "there-and-back`)"
+    )
+
+
+def _bake_layers(model: nn.Module, trial: "_Trial", choice: _Choice, tolerance: float) -> Stage:
+    """Bake the layers of the network itself; return how it is judged then."""
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in choice.constants}
+    tensors = (
+        tensor for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers())
+    )
+    before = kept_values(tensors)
+    try:
+        for name, layer in layers.items():
+            layer.bake(*choice.constants[name])
+        # What reads its layers' tensors shows in the network itself alone
+        with evaluating(model):
+            answers = _answers(model, trial.check)
+        stage = trial.judged(choice.stage.threshold, answers, len(layers))
+        if not stage.error <= _ROUNDING * tolerance:
+            raise RetrofitError(
+                f"the baked network's output changes by {stage.error:.2g} of its standard "
+                f"deviation, in the trial by {choice.stage.error:.2g}: other code may read the "
+                "tensors of its layers; the model is left as it was"
+            )
+    except BaseException:
+        put_back(before)
+        raise
+    return stage
+
+
+class _Trial:
+    """A copy of a network on which choices of layers are tried; `reasons` say which cannot be
+    baked, and why.
+    """
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        net = copy.deepcopy(model).eval()
+        layers = {
+            name: layer for name, layer in net.named_modules() if isinstance(layer, StrengthMixin)
+        }
+        if not layers:
+            raise RetrofitError(
+                "the model holds no converted layer that has a strength; convert it first"
+            )
+        call = call.to(*placement_of(net))
+        samples = torch.arange(call.batch, device="cpu")
+        fitted = samples[::2]
+        judged = samples[1::2]
+        self.names = list(layers)
+        self.images = len(fitted), len(judged)
+        self.check = call.select(judged)
+        self._fit = call.select(fitted.repeat(2))
+        self._net = net
+        self._expected = _answers(net, self.check)
+        self.reasons = _reasons(net, layers, call)
+        self._layers: dict[str, Any] = {
+            name: layer for name, layer in layers.items() if name not in self.reasons
+        }
+        if not self._layers:
+            name, why = next(iter(self.reasons.items()))
+            raise RetrofitError(f"no layer can be baked: {name or 'the model'} {why}")
+        self._bare = {name: _bare_copy(layer) for name, layer in self._layers.items()}
+        for layer in self._layers.values():
+            _activate_by_hook(layer)
+
+    def run(self, threshold: float) -> _Choice:
+        """Bake the layers that constants serve well enough, and judge the network."""
+        errors: dict[str, float] = {}
+        constants: _Constants = {}
+
+        def fit(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            """Fit constants to a layer's output; return it, and in its second half, of the same
+            images as the layers baked so far give them, what the constants make of them.
+            """
+            half = len(out) // 2
+            base = self._bare[name](args[0][half:])
+            dims = self._bare[name].channel_dims(base)
+            weight, bias, errors[name] = _regress(base, out[:half], dims)
+            if errors[name] > threshold:
+                return out
+            constants[name] = self._layers[name].bakeable(weight, bias)
+            return torch.cat([out[:half], _scaled(base, *constants[name])])
+
+        def compute(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            if name not in constants:
+                return out
+            return _scaled(self._bare[name](args[0]), *constants[name])
+
+        with self._hooked(fit):
+            self._net(*self._fit.args, **self._fit.kwargs)
+        with self._hooked(compute):
+            answers = _answers(self._net, self.check)
+        return _Choice(self.judged(threshold, answers, len(constants)), errors, constants)
+
+    def judged(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
+        """Return how answers of a network with some layers baked differ from its own."""
+        changes = []
+        for expected, answer in zip(self._expected, answers, strict=True):
+            spread = float((expected - expected.mean(0)).square().mean())
+            if spread > 0:
+                changes.append((expected - answer).square().flatten(1).mean(1) / spread)
+        if not changes:
+            raise RetrofitError(
+                "the network answers all images alike; check its weights and the images"
+            )
+        squares = torch.stack(changes).mean(0)
+        count = max(1, round(_WORST * len(squares)))
+        worst = squares.sort(descending=True).values[:count]
+        scores = self._expected[0]
+        agreement = None
+        if scores.ndim == 2:
+            agreement = float((scores.argmax(1) == answers[0].argmax(1)).float().mean())
+        error = float(squares.mean().sqrt())
+        return Stage(threshold, layers, error, float(worst.mean().sqrt()), agreement)
+
+    def _hooked(self, hook: Callable[..., Tensor]) -> AbstractContextManager[None]:
+        return hooked(
+            layer.register_forward_hook(partial(hook, name), prepend=True)
+            for name, layer in self._layers.items()
+        )
+
+
+def _scaled(base: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return base * weight + bias
+
+
+def _bare_copy(layer: Any) -> Any:
+    """Return a layer's normalization at strength 0, without weight, bias and activation."""
+    bare = copy.deepcopy(layer)
+    bare.set_strength(0.0)
+    bare.weight.fill_(1.0)
+    bare.bias.zero_()
+    if layer.fused_modules():
+        bare.drop = nn.Identity()
+        bare.act = nn.Identity()
+    return bare
+
+
+def _activate_by_hook(layer: Any) -> None:
+    """Move the activation that a layer holds to a hook, so that others may come before it."""
+    fused = layer.fused_modules()
+    if fused:
+        layer.drop = nn.Identity()
+        layer.act = nn.Identity()
+        activation = nn.Sequential(*fused)
+        layer.register_forward_hook(lambda _layer, _args, out: activation(out))
+
+
+def _reasons(net: nn.Module, layers: Mapping[str, Any], call: Call) -> dict[str, str]:
+    """Say of each layer that cannot be baked why."""
+    calls = [call.resized(samples) for samples in (2, 4)]
+    shapes = Reference(net, calls, layers=layers).shapes
+    owners = Counter(
+        id(tensor) for module in net.modules() for tensor in module.parameters(recurse=False)
+    )
+    reasons = {}
+    for name, layer in layers.items():
+        reason = _reason_of_layer(layer, owners) or _reason_of_calls(shapes[name])
+        if reason:
+            reasons[name] = reason
+    return reasons
+
+
+def _reason_of_layer(layer: Any, owners: Mapping[int, int]) -> str:
+    if isinstance(layer, ProxyNorm | WeightStandardization):
+        return "is constant at inference already"
+    if layer.strength == 0:
+        return "is at strength 0 already"
+    if layer.weight is None or layer.bias is None:
+        return "has no weight and bias of its own"
+    if owners[id(layer.weight)] > 1 or owners[id(layer.bias)] > 1:
+        return "shares its parameters with another layer"
+    return ""
+
+
+def _reason_of_calls(shapes: Sequence[torch.Size]) -> str:
+    """Say what is wrong with the shapes that a layer gave in calls with 2 and with 4 samples."""
+    if len(shapes) != 2:
+        return f"is called {len(shapes) // 2} times"
+    if shapes[1][0] != 2 * shapes[0][0]:
+        return "does not hold the images in its first dimension"
+    return ""
+
+
+def _answers(net: nn.Module, call: Call) -> list[Tensor]:
+    """Return the tensors that a network gives, of all images together, each image apart in the
+    first dimension.
+
+    Raises:
+        RetrofitError: If it does not take such images, or answers otherwise.
+    """
+    rows = torch.arange(call.batch, device="cpu").split(_BATCH)
+    try:
+        batches = []
+        for batch in (call.select(few) for few in rows):
+            answer = net(*batch.args, **batch.kwargs)
+            batches.append([tensor.float() for tensor in tensors_of(answer)])
+        together = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
+        if not together or any(len(tensor) != call.batch for tensor in together):
+            raise ValueError(f"its outputs are {[tuple(tensor.shape) for tensor in together]}")
+        return together
+    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+        raise RetrofitError(
+            "the network does not answer such images with tensors of one row an image "
+            f"({one_line(error)}); bake the part of it that does"
+        ) from error
+
+
+def _regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
+    """Fit target = weight * base + bias by least squares; return weight and bias, which broadcast,
+    and the rms of what is left as a share of the target's standard deviation, over all channels
+    together.
+    """
+    mean_base = base.mean(dims, keepdim=True)
+    mean = target.mean(dims, keepdim=True)
+    centred = base - mean_base
+    spread = target - mean
+    power = centred.square().mean(dims, keepdim=True)
+    weight = (centred * spread).mean(dims, keepdim=True) / power.clamp_min(1e-12)
+    left = (spread - weight * centred).square().mean()
+    share = float((left / spread.square().mean().clamp_min(1e-30)).sqrt())
+    return weight, mean - weight * mean_base, share
