@@ -3,8 +3,8 @@ their files say.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,9 @@ RUNTIMES: dict[Runtime, str] = {"onnxruntime": "ONNX Runtime", "openvino": "Open
 Array = np.ndarray[Any, Any]
 Run = Callable[..., list[Array]]
 
+# Of ONNX Runtime's log: what goes wrong comes as an exception too
+_FATAL = 4
+
 
 def open_onnx(
     model: bytes | Path,
@@ -34,35 +37,46 @@ def open_onnx(
 
     OpenVINO computes in bfloat16 by itself where the processor does, but not here. It fuses chains
     of elementwise operations only where the `shape` of the images is fixed. `threads` None leaves
-    the number to the runtime; `advice` is what an error says to do. A UsageError says that the
-    runtime is not installed, a RetrofitError, of the function too, that it cannot run the model.
+    the number to the runtime; `advice` is what an error says to do.
+
+    Raises:
+        UsageError: If the runtime is not installed.
+        RetrofitError: If the runtime cannot open the model; the function, if it cannot run it.
     """
+    name = str(model) if isinstance(model, Path) else "the exported model"
+    with _one_line_errors(runtime, name, advice):
+        if runtime == "onnxruntime":
+            run = _in_onnxruntime(model, threads)
+        else:
+            run = _in_openvino(model, shape, threads)
 
-    def guarded(function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except ImportError:
-            raise UsageError(
-                f"{runtime} is not installed; pip install {runtime}, or take another `runtime`"
-            ) from None
-        # the runtimes' exceptions have no common class
-        except Exception as error:
-            what = "the exported model" if isinstance(model, bytes) else model
-            raise RetrofitError(
-                f"{RUNTIMES[runtime]} cannot run {what} ({one_line(error)}); {advice}"
-            ) from error
+    def guarded(*inputs: Array) -> list[Array]:
+        with _one_line_errors(runtime, name, advice):
+            return run(*inputs)
 
-    run = guarded(
-        _in_onnxruntime if runtime == "onnxruntime" else _in_openvino, model, shape, threads
-    )
-    return lambda *inputs: guarded(run, *inputs)
+    return guarded
 
 
-def _in_onnxruntime(model: bytes | Path, _shape: Sequence[int] | None, threads: int | None) -> Run:
+@contextmanager
+def _one_line_errors(runtime: Runtime, name: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError:
+        raise UsageError(
+            f"{runtime} is not installed; pip install {runtime}, or take another `runtime`"
+        ) from None
+    # The runtimes' exceptions have no common class
+    except Exception as error:
+        raise RetrofitError(
+            f"{RUNTIMES[runtime]} cannot run {name} ({one_line(error)}); {advice}"
+        ) from error
+
+
+def _in_onnxruntime(model: bytes | Path, threads: int | None) -> Run:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = _FATAL
     options.intra_op_num_threads = threads or 0
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
@@ -73,28 +87,35 @@ def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int 
     import openvino
 
     core = openvino.Core()
-    read = core.read_model(model)
+    network = core.read_model(model)
     if shape is not None:
-        read.reshape(list(shape))
+        network.reshape(list(shape))
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    settings |= {} if threads is None else {"INFERENCE_NUM_THREADS": threads}
-    request = core.compile_model(read, "CPU", settings).create_infer_request()
-    return lambda *inputs: [
-        value.copy() for value in request.infer(dict(enumerate(inputs))).values()
-    ]
+    if threads is not None:
+        settings["INFERENCE_NUM_THREADS"] = threads
+    request = core.compile_model(network, "CPU", settings).create_infer_request()
+
+    def run(*inputs: Array) -> list[Array]:
+        outputs = request.infer(dict(enumerate(inputs)))
+        return [values.copy() for values in outputs.values()]
+
+    return run
 
 
 def metadata(path: Path) -> dict[str, Any]:
-    """Return what an ONNX file says of itself, as JSON where it is JSON; RetrofitError if there is
-    no such file.
+    """Return what an ONNX file says of itself, as JSON where it is JSON.
+
+    Raises:
+        RetrofitError: If there is no such file, or it is no ONNX file.
     """
     if not path.is_file():
         raise RetrofitError(
-            f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such files"
+            f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such "
+            "files"
         )
     try:
         entries = onnx.load(path, load_external_data=False).metadata_props
-    # protobuf's errors have no common class
+    # Protobuf's errors have no common class
     except Exception as error:
         raise RetrofitError(
             f"{path} is not an ONNX file ({one_line(error)}); export it again"
