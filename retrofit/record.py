@@ -104,11 +104,14 @@ class Preprocess:
             ("std", self.std),
             ("crop_pct", (self.crop_pct,)),
         ):
-            real = all(
-                isinstance(x, int | float) and not isinstance(x, bool) for x in numbers
-            )  # as numpy's float64
-            right[name] = real and all(
-                math.isfinite(x) and (name == "mean" or x > 0) for x in numbers
+            # A file's text may stand where numbers belong, or none
+            is_filled = isinstance(numbers, tuple) and bool(numbers)
+            # As numpy's float64
+            real = all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers)
+            right[name] = (
+                is_filled
+                and real
+                and all(math.isfinite(x) and (name == "mean" or x > 0) for x in numbers)
             )
         for name in (name for name in right if not right[name]):
             raise UsageError(

@@ -25,7 +25,7 @@ import retrofit
 from retrofit.cli.export import _show
 from retrofit.compare import Comparison
 from retrofit.evaluation import evaluate
-from retrofit.export import api
+from retrofit.export import checked_fold
 from retrofit.images.dataset import open_images, sample_batches
 from retrofit.networks.models import Network, open_model
 from retrofit.record import Preprocess
@@ -182,13 +182,13 @@ def test_export_and_report(classifier: Path, exported: Result) -> None:
 
 
 def test_failed_check(run: Run, artifact: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = api.fold_program
+    real = checked_fold.fold_program
 
     def wrong(program: Any, fits: Any) -> None:
         real(program, fits)
         next(program.module.parameters())[0] += 1.0
 
-    monkeypatch.setattr(api, "fold_program", wrong)
+    monkeypatch.setattr(checked_fold, "fold_program", wrong)
     result = run("export", artifact, "--json", "--report", "net.json")
     assert result.exit_code == 1
     lines = result.stderr.strip().splitlines()
@@ -309,7 +309,8 @@ def test_an_exported_file_scores_as_its_artifact(
 
 
 WRONG: dict[str, list[Any]] = {
-    "mean": ["null ", ["a", 0, 0], [10**400, 0, 0]], "std": [[1, 0, 1], float("inf")], "interpolation": ["sideways"],
+    "mean": ["null ", "", [], ["a", 0, 0], [10**400, 0, 0]], "std": [[1, 0, 1], float("inf"), ""],
+    "interpolation": ["sideways"],
     "input_size": [[3, -1, 8], 10**9], "crop_pct": [[0.9]],
     "strength": [[1.0], "half", 10**400], "labels": [{"a": 1}, "[" * 9999],
 }  # fmt: skip
