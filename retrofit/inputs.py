@@ -186,16 +186,6 @@ def holds_boxes(answer: Any) -> bool:
     )
 
 
-def answers_with_boxes(model: nn.Module, call: Call) -> bool:
-    """Tell whether a network answers a call with detections; it is left as it was."""
-    try:
-        with undisturbed(model):
-            return holds_boxes(call.on(model))
-    # Anything may come out of a network's own code.
-    except Exception:
-        return False
-
-
 def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
     """Return calls of a detector's backbone and heads, each with what it got when the whole was
     called.

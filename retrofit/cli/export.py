@@ -44,7 +44,8 @@ _IMAGES = 256
 )
 @options.option(
     "--for runtime",
-    "Approximate with polynomials or, for openvino, lines that fuse into convolutions (default: onnxruntime).",
+    "Approximate with polynomials or, for openvino, lines that fuse into convolutions "
+    "(default: onnxruntime).",
     options.RUNTIMES,
 )
 @options.option(
@@ -54,8 +55,8 @@ _IMAGES = 256
 )
 @options.option(
     "--tolerance",
-    "Largest difference, as a fraction of the output's scale (default: 1e-4; 0.05 with --fold poly, 0.02 with --half, "
-    "0.3 with --int8).",
+    "Largest difference, as a fraction of the output's scale (default: 1e-4; 0.05 with --fold "
+    "poly, 0.02 with --half, 0.3 with --int8).",
     float,
 )
 @options.option(
@@ -82,30 +83,44 @@ def command(
     int8: bool,
     report: Path | None,
     force: bool,
-    **given: Any,
+    **requested: Any,
 ) -> None:
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
     from retrofit.compare import ComparisonError
-    from retrofit.export.request import check_report
+    from retrofit.export.report import check_report
 
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")
-    precision: Precision = "float16" if half else "int8" if int8 else "float32"
+    precision: Precision = "float32"
+    if half:
+        precision = "float16"
+    if int8:
+        precision = "int8"
     path = output_file(path, f"{file_stem(model)}.onnx", force)
     if report is not None:
         check_report(report, path, force)
-    network = open_network(model, given)
-    read_calibration(given, network, _IMAGES)
+    network = open_network(model, requested)
+    read_calibration(requested, network, _IMAGES)
     try:
         with waiting("exporting"):
             result = retrofit.export_onnx(
-                network.model, path, precision=precision, report=report, force=force, **given
+                network.model, path, precision=precision, report=report, force=force, **requested
             )
     except ComparisonError as failed:
-        asked = {"fold": given["fold"], "precision": precision, "opset": given["opset"]}
-        nothing = {"output": None, "bytes": 0, "parity": failed.comparison.to_dict(), "nodes": {}}
-        emit({"schema": 1, **network.facts, **asked, **nothing})
+        emit(
+            {
+                "schema": 1,
+                **network.facts,
+                "fold": requested["fold"],
+                "precision": precision,
+                "opset": requested["opset"],
+                "output": None,
+                "bytes": 0,
+                "parity": failed.comparison.to_dict(),
+                "nodes": {},
+            }
+        )
         raise
     _show(result)
     if report is not None:
@@ -117,19 +132,19 @@ def _show(report: ExportReport) -> None:
     rows = []
     for kind in dict.fromkeys(layer.kind for layer in report.layers):
         layers = [layer for layer in report.layers if layer.kind == kind]
-        errors = (
-            _largest(layer.max_error for layer in layers),
-            _largest(layer.rms_error for layer in layers),
-        )
-        rows.append((str(len(layers)), kind, *errors, names(layer.name for layer in layers)))
+        largest = _largest(layer.max_error for layer in layers)
+        rms = _largest(layer.rms_error for layer in layers)
+        rows.append((str(len(layers)), kind, largest, rms, names(layer.name for layer in layers)))
     show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
-    parity, agreement = report.parity, ""
+    parity = report.parity
+    agreement = ""
     if parity.top1_agreement is not None:
         agreement = f", the same top-1 for {parity.top1_agreement:.1%} of {report.judged}"
     say(f"check passed: {parity}, tolerance {parity.tolerance * parity.scale:.3g}{agreement}")
     if report.guessed:
         warn(
-            f"judged on {report.judged}, which are unlike photographs; give images with --calibrate DIR"
+            f"judged on {report.judged}, which are unlike photographs; give images with "
+            "--calibrate DIR"
         )
     say(
         f"wrote {report.output} ({report.bytes / 1e6:.1f} MB, {sum(report.nodes.values())} nodes)",

@@ -3,6 +3,6 @@ against PyTorch.
 """
 
 from retrofit.export.api import export_onnx, fold
-from retrofit.export.request import ExportReport
+from retrofit.export.report import ExportReport
 
 __all__ = ["ExportReport", "export_onnx", "fold"]

@@ -3,48 +3,30 @@
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx
-import torch
-from torch import Tensor, nn
-from torch.fx import Node
+from torch import nn
 
 import retrofit
-from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
+from retrofit.compare import Reference
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation.choose import choose
-from retrofit.export.capture import Fit, Polynomial, Program, capture, layer_of
-from retrofit.export.fold_constants import fold as fold_program
-from retrofit.export.onnx_file import OPSETS, HalfRun, to_float16, to_int8, to_onnx, written
-from retrofit.export.request import (
-    SCHEMA,
-    ExportReport,
-    Fold,
-    FoldedLayer,
-    Precision,
-    Request,
-    check_report,
-)
-from retrofit.inputs import Call, Inputs
-from retrofit.layers.base import lambda_values
+from retrofit.export.checked_fold import REPORT_IT, FoldedNetwork, checked_fold
+from retrofit.export.onnx_file import OPSETS, Check, set_metadata, to_onnx, written
+from retrofit.export.power import Polynomial
+from retrofit.export.precision import narrowed
+from retrofit.export.report import SCHEMA, ExportReport, check_report
+from retrofit.export.request import Fold, Precision, Request
+from retrofit.inputs import Inputs
 from retrofit.layers.strength import common_strength
-from retrofit.record import record_of
+from retrofit.record import Record, record_of
 from retrofit.utils.files import atomic_write, ensure_writable, writing
 from retrofit.utils.onnx_runtimes import Runtime
-from retrofit.utils.running import evaluating
 from retrofit.utils.text import json_text
-
-# tolerances
-NARROW = {"float16": 0.02, "int8": 0.3}
-CALIBRATED_AT_ONCE = (
-    # images: ONNX Runtime holds every value of the network in memory to take its range
-    4
-)
-_REPORT_IT = "please report it, or raise `tolerance` if you can accept that"
 
 
 def fold(
@@ -65,10 +47,10 @@ def fold(
     `export_onnx` writes.
 
     The network is captured with example inputs. The result accepts the same arguments, with any
-    number of samples; other calls raise an error. Its outputs are compared with the network's on
-    these inputs and on the images of `calibrate` (an approximation: on images not used to fit it,
-    if any). If torch.export cannot capture the network, nothing is folded: a warning says so, and
-    each layer of the returned copy uses plain torch operations.
+    number of samples; other calls raise a RetrofitError. Its outputs are compared with the
+    network's on these inputs and on the images of `calibrate` (an approximation: on images not used
+    to fit it, if any). If torch.export cannot capture the network, nothing is folded: a warning
+    says so, and each layer of the returned copy uses plain torch operations.
 
     The network is not changed. The arguments are those of `export_onnx`; `tolerance` is the largest
     allowed difference.
@@ -81,24 +63,25 @@ def fold(
         RetrofitError: If the network does not accept such inputs, no degree meets the tolerance, or
             the outputs of the folded network differ.
     """
-    how = (
-        fold,
-        inputs,
-        input_size,
-        batch,
-        runtime,
-        degree,
-        tolerance,
-        calibrate,
-        freeze_lambda,
-        dynamic_size,
+    request = Request(
+        model=model,
+        fold=fold,
+        inputs=inputs,
+        input_size=input_size,
+        batch=batch,
+        runtime=runtime,
+        degree=degree,
+        tolerance=tolerance,
+        calibrate=calibrate,
+        freeze_lambda=freeze_lambda,
+        dynamic_size=dynamic_size,
     )
-    program, _, _, comparison = _checked_fold(Request(model, *how))
-    if program.note:
-        warnings.warn(f"nothing is fused: {program.note}", stacklevel=2)
-    if comparison.not_checked:
-        warnings.warn(str(comparison), stacklevel=2)
-    module: nn.Module = program.module
+    folded = checked_fold(request)
+    if folded.program.note:
+        warnings.warn(f"nothing is fused: {folded.program.note}", stacklevel=2)
+    if folded.comparison.not_checked:
+        warnings.warn(str(folded.comparison), stacklevel=2)
+    module: nn.Module = folded.program.module
     return module
 
 
@@ -178,88 +161,45 @@ def export_onnx(
         raise UsageError(
             f"`opset={opset}` is not supported; use {OPSETS.start} to {OPSETS.stop - 1}"
         )
-    how = (
-        fold,
-        inputs,
-        input_size,
-        batch,
-        runtime,
-        degree,
-        tolerance,
-        calibrate,
-        freeze_lambda,
-        dynamic_size,
+    request = Request(
+        model=model,
+        fold=fold,
+        inputs=inputs,
+        input_size=input_size,
+        batch=batch,
+        runtime=runtime,
+        degree=degree,
+        tolerance=tolerance,
+        calibrate=calibrate,
+        freeze_lambda=freeze_lambda,
+        dynamic_size=dynamic_size,
+        precision=precision,
     )
-    request = Request(model, *how, precision)
     file = ensure_writable(path, force)
     if report is not None:
         check_report(report, file, force)
-    program, layers, reference, _ = _checked_fold(request)
-    if program.note:
-        raise RetrofitError(program.note)
-    if (
-        precision == "int8" and runtime != "openvino"
-    ):  # which computes a polynomial in float32 in one pass
-        for part in program.module.modules():
-            if isinstance(part, Polynomial):
-                part.to_convolutions()
-    proto, exported = to_onnx(program, opset)
-    checks = [(reference, _REPORT_IT)]
-    if precision != "float32":
-        maker = proto.producer_name, proto.producer_version
-        proto, checks = _narrowed(request, proto, exported)
-        proto.producer_name, proto.producer_version = maker
-    elif request.approximates:
-        checks.insert(0, (Reference(program.module, request.calls), _REPORT_IT))
-    record, sample = record_of(model), [int(size) for size in request.sample]
-    labels, shapes = (
-        record.labels or None,
-        [output.type.tensor_type.shape.dim for output in proto.graph.output],
-    )
-    if (
-        labels
-        and len(shapes) == 1
-        and len(shapes[0]) == 2
-        and shapes[0][1].dim_value != len(labels)
-    ):
-        # of a classifier that the network had before
-        labels = None
-    preprocess = (
-        {} if record.preprocess is None else {**record.preprocess.to_dict(), "input_size": sample}
-    )
-    target = record.plans[-1].to if record.plans else None
-    shared: Any = {
-        "target": target,
-        "strength": common_strength(model),
-        "fold": fold,
-        "precision": precision,
-    }
-    name = type(request.network).__name__ if record.source is None else str(record.source)
-    facts = {"schema": SCHEMA, "retrofit": retrofit.__version__, "model": name, **shared}
-    facts |= {"input_size": sample, "labels": labels, **preprocess}
-    known = {key: value for key, value in facts.items() if value is not None}
-    texts = {
-        key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()
-    }
-    onnx.helper.set_model_props(proto, texts)
+    folded = checked_fold(request)
+    if folded.program.note:
+        raise RetrofitError(folded.program.note)
+    proto, checks = _onnx_model(request, folded, opset)
+    facts = _NetworkFacts.of(request, proto)
+    set_metadata(proto, facts.metadata())
     beside = nullcontext() if report is None else atomic_write(report, force)
-    with (
-        beside as aside,
-        written(proto, file, force, checks) as (parity, length),
-    ):  # the model gets its name first
+    # The model gets its name first
+    with beside as aside, written(proto, file, force, checks) as (parity, size):
         result = ExportReport(
-            **shared,
-            model=None if record.source is None else record.source.name,
-            weights=record.weights,
+            **facts.shared(),
+            model=None if facts.record.source is None else facts.record.source.name,
+            weights=facts.record.weights,
             opset=opset,
             output=str(path),
-            bytes=length,
+            bytes=size,
             parity=parity,
             judged_on=request.judged_on,
-            nodes=dict(Counter(sorted(node.op_type for node in proto.graph.node)).most_common()),
-            preprocess=preprocess or None,
-            labels=None if labels is None else len(labels),
-            layers=layers,
+            nodes=_node_counts(proto),
+            preprocess=facts.preprocess,
+            labels=None if facts.labels is None else len(facts.labels),
+            layers=folded.layers,
         )
         if aside is not None:
             with writing(str(report)):
@@ -267,103 +207,81 @@ def export_onnx(
     return result
 
 
-def _checked_fold(
-    request: Request,
-) -> tuple[Program, tuple[FoldedLayer, ...], Reference, Comparison]:
-    """Capture a network, fold it, and compare the two; also return what became of its layers and
-    what it answered.
-    """
-    network = request.network
-    reference = Reference(network, request.judged, tolerance=request.allowed)
-    if reference.not_checked == NO_NUMBERS:
-        raise RetrofitError(NO_NUMBERS)
-    for name, value in network.state_dict().items() if reference.holds_nan else ():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.isnan().any():
-            raise RetrofitError(f"{name} holds NaN; export other weights")
-    lambdas = _mean_lambdas(network, request.fitted) if request.freeze_lambda else {}
-    call = request.calls[-1 if request.inputs is None else 0]
-    program = capture(
-        network, call, batch=request.batch, dynamic_size=request.dynamic_size, lambdas=lambdas
-    )
-    fits: dict[Node, Fit] = {}
-    if not program.note:
-        for other in [call for call in reference.calls[:3] if call.batch != program.call.batch]:
-            try:
-                with torch.no_grad():
-                    other.on(program.module)
-            # torch.export's guards, or the network's own code
-            except Exception as error:
-                what = f"captured with {program.call.batch} samples, the network does not take {other.batch}"
-                raise RetrofitError(
-                    f"{what}; fix their number, as `batch={request.calls[0].batch}`"
-                ) from error
-        if request.fold == "poly":
-            # in INT8 what lies between lines would get a range of its own
-            runtime = (request.precision != "int8" and request.runtime) or "onnxruntime"
-            how = runtime, request.degree, request.allowed
-            fits = choose(program.module, *how, request.fitted, request.unseen)
-        fold_program(program, fits)
-    elif request.batch is None:
-        advice = (
-            "leave out `dynamic_size`"
-            if request.dynamic_size
-            else "some networks need a fixed `batch=1`"
-        )
-        program.note += f"; {advice}"
-    if program.note and request.fold == "poly":
-        raise RetrofitError(f"{program.note}; `fold='exact'` may do")
-    errors = {
-        layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()
-    }
-    layers = tuple(
-        FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()
-    )
-    comparison = reference.compare(program.module)
-    if comparison.differs:
-        what, advice = "the folded network differs from the given one", _REPORT_IT
-        if request.freeze_lambda or request.degree is not None:
-            what = "the approximation differs from the given network"
-            way = (
-                "leave out `freeze_lambda`"
-                if request.freeze_lambda
-                else "raise `degree` or leave it out"
-            )
-            advice = f"{way}, or raise `tolerance` if you can accept that"
-        raise ComparisonError(comparison, what, advice)
-    return program, layers, reference, comparison
+def _onnx_model(
+    request: Request, folded: FoldedNetwork, opset: int
+) -> tuple[onnx.ModelProto, list[Check]]:
+    """Return the model in the requested precision, and what it has to answer."""
+    program = folded.program
+    # OpenVINO computes a polynomial in float32 in one pass
+    if request.precision == "int8" and request.runtime != "openvino":
+        for part in program.module.modules():
+            if isinstance(part, Polynomial):
+                part.to_convolutions()
+    proto, exported = to_onnx(program, opset)
+    if request.precision != "float32":
+        narrow, check = narrowed(request, proto, exported)
+        return narrow, [check]
+    checks = [Check(folded.reference, REPORT_IT)]
+    if request.approximates:
+        checks.insert(0, Check(Reference(program.module, request.calls), REPORT_IT))
+    return proto, checks
 
 
-def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
-    """Return the mean lambda, strength included, of each layer that estimates it, over images."""
-    with evaluating(network):
-        batches = [lambda_values(network, call.args[0]) for call in calls]
-    means = {}
-    for name in dict.fromkeys(name for values in batches for name in values):
-        layer: Any = network.get_submodule(name)
-        if layer.channel_map() is None:
-            mean = float(
-                torch.cat([values[name].double() for values in batches if name in values]).mean()
-            )
-            means[name] = 1 + float(layer.effective_alpha) * (mean - 1)
-    return means
+def _node_counts(proto: onnx.ModelProto) -> dict[str, int]:
+    """Return the number of nodes of each operator, the most frequent first."""
+    return dict(Counter(sorted(node.op_type for node in proto.graph.node)).most_common())
 
 
-def _narrowed(
-    request: Request, proto: onnx.ModelProto, exported: torch.export.ExportedProgram
-) -> tuple[onnx.ModelProto, list[tuple[Reference, str]]]:
-    """Return a model in less than 32 bits, and what it has to answer."""
-    reference = Reference(
-        request.network, request.unseen, tolerance=request.tolerance or NARROW[request.precision]
-    )
-    if request.precision == "int8":
-        few = request.batch or CALIBRATED_AT_ONCE
-        fitted = [images for call in request.fitted for images in call.args[0].split(few)]
-        advice = (
-            "bake the network first, give other images, or raise `tolerance` if you can accept that"
-        )
-        return to_int8(proto, fitted), [(reference, advice)]
-    advice = "use `fold='exact'`, keep float32, or raise `tolerance` if you can accept that"
-    half = reference.compare(HalfRun(exported.module()))
-    if half.differs:
-        raise ComparisonError(half, "float16, which ends at 65504, differs from PyTorch", advice)
-    return to_float16(proto), [(reference, advice)]
+@dataclass(frozen=True)
+class _NetworkFacts:
+    """What is known about the exported network, for the file's metadata and the report."""
+
+    request: Request
+    record: Record
+    # Names of the outputs
+    labels: list[str] | None
+    preprocess: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, request: Request, proto: onnx.ModelProto) -> "_NetworkFacts":
+        """Collect the record of a network, as far as it is true of the exported model."""
+        record = record_of(request.model)
+        preprocess = None
+        if record.preprocess is not None:
+            preprocess = {**record.preprocess.to_dict(), "input_size": list(request.sample)}
+        labels = record.labels or None
+        shapes = [output.type.tensor_type.shape.dim for output in proto.graph.output]
+        is_classifier = len(shapes) == 1 and len(shapes[0]) == 2
+        # Those of a classifier that the network had before
+        if labels is not None and is_classifier and shapes[0][1].dim_value != len(labels):
+            labels = None
+        return cls(request, record, labels, preprocess)
+
+    def shared(self) -> dict[str, Any]:
+        """Return what metadata and report both say."""
+        plans = self.record.plans
+        return {
+            "target": plans[-1].to if plans else None,
+            "strength": common_strength(self.request.model),
+            "fold": self.request.fold,
+            "precision": self.request.precision,
+        }
+
+    def metadata(self) -> dict[str, str]:
+        """Return the file's metadata: text, or JSON for what is none."""
+        source = self.record.source
+        name = type(self.request.network).__name__ if source is None else str(source)
+        facts = {
+            "schema": SCHEMA,
+            "retrofit": retrofit.__version__,
+            "model": name,
+            **self.shared(),
+            "input_size": list(self.request.sample),
+            "labels": self.labels,
+            **(self.preprocess or {}),
+        }
+        return {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in facts.items()
+            if value is not None
+        }

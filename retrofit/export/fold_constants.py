@@ -3,384 +3,265 @@ is a fact.
 
 An affine map per channel (evaluation's batch normalization, products and sums with constants) goes
 into what computes its input or what takes its output; a whitening into the convolution before it.
-Of a power transform a form is left.
+Of a power transform a form is left. Each pass leaves a graph that computes what it did before.
 """
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
-from retrofit.export.capture import (
-    POWER,
-    Fit,
-    Program,
-    Transform,
-    arguments,
-    layer_of,
-    shape_of,
-    users_of,
-    value_of,
-)
+from retrofit.export.capture import Program
+from retrofit.export.folding_graph import LINEAR, AffineMap, FoldingGraph
+from retrofit.export.graph_nodes import ATEN, arguments, layer_of, shape_of, users_of
+from retrofit.export.power import POWER, Fit, Transform
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
-from retrofit.layers.forms import ChannelAffine, ConstantNorm
 
-ATEN = torch.ops.aten
-# stands for an `Affine` in a graph that is being folded
-_AFFINE = operator.pos
-_TRANSPOSED = {
-    ATEN.conv_transpose1d.default,
-    ATEN.conv_transpose2d.input,
-    ATEN.conv_transpose3d.input,
-}
-_LINEAR = {ATEN.linear.default, *_TRANSPOSED}
-_LINEAR |= {
-    kind
-    for conv in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d)
-    for kind in (conv.default, conv.padding)
-}
 _NORM = ATEN._native_batch_norm_legit_no_training.default
 _SUMS = {ATEN.add.Tensor: 1.0, ATEN.sub.Tensor: -1.0}
 _PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
-
-
-@dataclass(frozen=True)
-class Affine:
-    """scale * x + shift along a dimension: 1, or the last."""
-
-    # (C,) in float64, as is `shift`
-    scale: Tensor
-    shift: Tensor
-    dim: int = 1
-    # that it is a part of
-    layers: frozenset[str] = frozenset()
-    # whether it may be written as a batch normalization
-    is_norm: bool = False
-
-    def then(self, other: "Affine") -> "Affine":
-        """Return the map that applies this one, then the other."""
-        shift = other.scale * self.shift + other.shift
-        is_norm = self.is_norm or other.is_norm
-        return Affine(
-            self.scale * other.scale, shift, self.dim, self.layers | other.layers, is_norm
-        )
+_COMMUTATIVE = {ATEN.add.Tensor, ATEN.mul.Tensor}
 
 
 def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
     """Fold a captured program's constants in place, power transforms by `fits`; its `layers` say
     what each became.
     """
-    folding = _Folding(program)
-    for node in list(folding.graph.nodes):
-        if node.target is POWER:
-            found = Transform.of(folding.module, node)
-            folding.replace_power(found, fits.get(node) or found.exact_form())
-        elif node.target in _LINEAR:
-            folding.merge_whitening(node)
+    graph = FoldingGraph(program)
+    replace_power_transforms(graph, fits)
+    for fold_pass in PASSES:
+        fold_pass(graph)
+    graph.module.recompile()
+
+
+def replace_power_transforms(graph: FoldingGraph, fits: Mapping[Node, Fit]) -> None:
+    """Put a fit, or the exact form, in the place of each power transform."""
+    for node in graph.calls(POWER):
+        transform = Transform.of(graph.module, node)
+        fit = fits.get(node) or transform.exact_form()
+        name = layer_of(node)
+        layers = frozenset([name]) if fit.form == "affine" else frozenset()
+        before = AffineMap(transform.sign * fit.scale, fit.shift, 1, layers, is_norm=True)
+        x: Any = node.args[0]
+        for part in (before, *fit.parts):
+            x = graph.insert(node, x, part)
+        if fit.after is not None:
+            x = graph.insert(node, x, AffineMap(fit.after, torch.zeros_like(fit.after)))
+        if graph.layers.get(name) != "frozen":
+            graph.layers[name] = fit.form
+        if fit.has_activation and transform.relu is not None:
+            graph.replace(transform.relu, x)
+        graph.replace(node, x)
+
+
+def recognize_affine_maps(graph: FoldingGraph) -> None:
+    """Make an affine map of each batch normalization, and of each sum and product with one constant
+    for each channel.
+    """
+    for node in list(graph.graph.nodes):
+        norm = _norm_before(node)
+        found = _arithmetic(graph, node) if norm is None else _batch_norm(graph, norm)
+        if found is None:
+            continue
+        x, affine = found
+        if layer_of(node) in graph.batch_norms:
+            graph.layers.setdefault(layer_of(node), "affine")
+        graph.replace(node, graph.insert(node, x, affine))
+        if norm is not None and not norm.users:
+            graph.erase(norm)
+
+
+def _norm_before(node: Node) -> Node | None:
+    """Return the batch normalization in evaluation whose output, not statistics, a node takes."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return None
+    norm = node.args[0]
+    return norm if isinstance(norm, Node) and norm.target is _NORM else None
+
+
+def _batch_norm(graph: FoldingGraph, norm: Node) -> tuple[Any, AffineMap] | None:
+    """Return the input and the map of evaluation's batch normalization."""
+    values = arguments(norm)
+    constants: list[Any] = []
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        constant = graph.constant(values[name])
+        if constant is None and values[name] is not None:
+            return None
+        constants.append(constant)
+    mean, var, weight, bias = constants
+    scale, shift = ChannelMap.of(mean, var, values["eps"], weight, bias).affine()
+    return values["input"], AffineMap(scale, shift, 1, frozenset([layer_of(norm)]), is_norm=True)
+
+
+def _arithmetic(graph: FoldingGraph, node: Node) -> tuple[Any, AffineMap] | None:
+    """Return the input and the map of a sum with, or a product by, one float32 constant for each
+    channel.
+    """
+    if node.target not in (*_SUMS, *_PRODUCTS) or node.kwargs:
+        return None
+    x, operand = node.args
+    if node.target in _COMMUTATIVE and graph.constant(x) is not None:
+        x, operand = operand, x
+    value = graph.constant(operand)
+    if value is None or not isinstance(x, Node) or graph.constant(x) is not None:
+        return None
+    dim = _channel_dim_of(value, x, node)
+    if dim is None:
+        return None
+    vector = value.flatten().double()
+    if node.target in _SUMS:
+        scale = torch.ones_like(vector)
+        shift = vector * _SUMS[node.target]
+    else:
+        scale = vector ** _PRODUCTS[node.target]
+        shift = torch.zeros_like(vector)
+    if not scale.isfinite().all():
+        return None
+    return x, AffineMap(scale, shift, dim, frozenset([layer_of(node)]))
+
+
+def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
+    """Return the dimension of channels, 1 or the last, along which alone a float32 constant extends
+    in an operation on `x`; None if there is none.
+    """
+    dtypes = {x.meta["val"].dtype, result.meta["val"].dtype, value.dtype}
+    shape = shape_of(x)
+    if dtypes != {torch.float32} or shape != shape_of(result):
+        return None
+    first = len(shape) - value.ndim
+    dims = [dim for dim, size in enumerate(value.shape, first) if size != 1]
+    if len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
+        return None
+    return dims[0]
+
+
+def merge_adjacent_maps(graph: FoldingGraph) -> None:
+    """Merge an affine map into the one that alone takes its output."""
+    for node, affine in graph.affine_maps():
+        previous: Any = node.args[0]
+        before = graph.affine_map(previous)
+        if before is None or before.dim != affine.dim or users_of(previous) != [node]:
+            continue
+        graph.set_module(node, before.then(affine))
+        node.args = previous.args
+        graph.erase(previous)
+
+
+def fold_into_producers(graph: FoldingGraph) -> None:
+    """Fold an affine map into the layer whose output it alone takes."""
+    for node, affine in graph.affine_maps():
+        producer: Any = node.args[0]
+        layer = graph.linear(producer)
+        if layer is None or users_of(producer) != [node]:
+            continue
+        if _fits(producer, affine, layer.weight.shape[:2]):
+            graph.set_linear(producer, layer.then(affine.scale, affine.shift))
+            graph.replace(node, producer)
+
+
+def merge_whitenings(graph: FoldingGraph) -> None:
+    """Merge a convolution of size 1, of as many channels a group as it takes, into the layer before
+    it.
+    """
+    for node in [node for node in graph.graph.nodes if node.target in LINEAR]:
+        producer: Any = node.args[0]
+        if producer.target not in LINEAR or users_of(producer) != [node]:
+            continue
+        matrix = _point_matrix(graph, node)
+        layer = graph.linear(producer)
+        if matrix is None or layer is None:
+            continue
+        merged = layer.then_groups(matrix)
+        if merged is None or _channel_dim(producer) != _channel_dim(node):
+            continue
+        graph.set_linear(producer, merged)
+        if graph.layers.get(layer_of(node)) == "group convolution":
+            graph.layers[layer_of(node)] = "folded"
+        graph.replace(node, producer)
+
+
+def _point_matrix(graph: FoldingGraph, node: Node) -> LinearMap | None:
+    """Return a layer that mixes the channels of each point, and puts out as many of a group as it
+    takes; None for others.
+    """
+    matrix = graph.linear(node)
+    if matrix is None or matrix.transposed or matrix.pads_zeros:
+        return None
+    _, outputs, inputs, *size = matrix.weight.shape
+    is_strided = set(arguments(node).get("stride", [1])) != {1}
+    is_square = outputs == inputs and math.prod(size) == 1
+    return matrix if is_square and not is_strided else None
+
+
+def fold_into_consumers(graph: FoldingGraph) -> None:
+    """Fold an affine map into the layer that alone takes its output; where that puts zeros beside
+    it, only the scale.
+    """
+    for node, affine in reversed(graph.affine_maps()):
+        users = users_of(node)
+        if len(users) != 1 or users[0].args[0] is not node:
+            continue
+        consumer = users[0]
+        layer = graph.linear(consumer)
+        if layer is None or not _fits(consumer, affine, layer.weight.shape[:3:2]):
+            continue
+        if not layer.pads_zeros or not affine.shift.any():
+            graph.set_linear(consumer, layer.after(affine.scale, affine.shift))
+            graph.replace(node, node.args[0])
+        # A batch normalization costs a runtime no more than the shift that would be left
+        elif not affine.is_norm and bool((affine.scale > 0).all()):
+            ones = torch.ones_like(affine.scale)
+            shift = affine.shift / affine.scale
+            graph.set_linear(consumer, layer.after(affine.scale, torch.zeros_like(shift)))
+            graph.set_module(node, AffineMap(ones, shift, affine.dim, affine.layers))
+
+
+def lower_affine_maps(graph: FoldingGraph) -> None:
+    """Put operations in the place of the maps that are left, and note which layers are folded."""
+    left: set[str] = set()
+    for node, affine in graph.affine_maps():
+        if affine.is_identity:
+            graph.replace(node, node.args[0])
         else:
-            folding.fold_affine(node)
-    for node in reversed(folding.graph.find_nodes(op="call_function", target=_AFFINE)):
-        folding.fold_into_consumer(node)
-    folding.lower_affine_maps()
-    folding.graph.eliminate_dead_code(
+            left |= affine.layers
+            graph.set_module(node, affine.lowered())
+    for name in graph.mapped_layers - left:
+        if graph.layers.get(name) == "affine":
+            graph.layers[name] = "folded"
+
+
+def remove_unused(graph: FoldingGraph) -> None:
+    """Take out what nothing uses any more: operations, and the module's tensors."""
+    graph.graph.eliminate_dead_code(
         lambda node: node.op not in ("get_attr", "call_function") or node.is_impure()
     )
-    module = folding.module
-    used = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-    called = tuple(f"{node.target}." for node in module.graph.nodes if node.op == "call_module")
-    held = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for name in {name for name, _ in held if not name.startswith(called)} - used:
-        owner, _, attribute = name.rpartition(".")
-        delattr(module.get_submodule(owner), attribute)
-    module.recompile()
+    module = graph.module
+    used = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
+    called = tuple(f"{node.target}." for node in graph.graph.nodes if node.op == "call_module")
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    for name in {name for name, _ in (*parameters, *buffers)} - used:
+        if not name.startswith(called):
+            owner, _, attribute = name.rpartition(".")
+            delattr(module.get_submodule(owner), attribute)
 
 
-class _Folding:
-    """The graph of one program while it is folded."""
-
-    def __init__(self, program: Program) -> None:
-        self.layers, self.batch_norms = program.layers, program.batch_norms
-        self.module: fx.GraphModule = program.module
-        self.graph = self.module.graph
-        self.maps: dict[Node, Affine] = {}
-        self.folded: set[str] = set()
-        self.added = 0
-        self.constants: dict[
-            Node, Any
-            # what no input reaches, nothing writes to, and is not random
-        ] = {}
-        written = [
-            node.args[0]
-            for node in self.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
-        ]
-        for node in self.graph.nodes:
-            random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if node.op == "get_attr" and node not in written:
-                self.constants[node] = value_of(self.module, node)
-            pure = node.op == "call_function" and not random and not node.is_impure()
-            if pure and self.constants.keys() >= set(node.all_input_nodes):
-                args, kwargs = map_arg((node.args, node.kwargs), self.constants.__getitem__)
-                self.constants[node] = node.target(*args, **kwargs)
-        attributes = self.graph.find_nodes(op="get_attr")
-        self.readers = Counter(
-            _memory(value_of(self.module, node)) for node in attributes for _ in node.users
-        )
-
-    # Affine maps
-
-    def fold_affine(self, node: Node) -> None:
-        """Merge an operation that is an affine map per channel into the layer before it, or into a
-        map before it.
-        """
-        norm: Any = node.args[0] if node.target is operator.getitem else None
-        is_norm = norm is not None and norm.target is _NORM and node.args[1] == 0
-        found = self._batch_norm(norm) if is_norm else self._arithmetic(node)
-        if found is None:
-            return
-        if layer_of(node) in self.batch_norms:
-            self.layers.setdefault(layer_of(node), "affine")
-        self._replace(node, self._mapped(norm if is_norm else node, *found))
-        if is_norm and not norm.users:
-            self.graph.erase_node(norm)
-
-    def _batch_norm(self, norm: Node) -> tuple[Node, Affine] | None:
-        """Return the input and the map of evaluation's batch normalization."""
-        values = arguments(norm)
-        given = [values[name] for name in ("running_mean", "running_var", "weight", "bias")]
-        constants: list[Any] = [self._constant(value) for value in given]
-        if any(
-            constant is None and value is not None
-            for constant, value in zip(constants, given, strict=True)
-        ):
-            return None
-        mean, var, weight, bias = constants
-        scale, shift = ChannelMap.of(mean, var, values["eps"], weight, bias).affine()
-        return values["input"], Affine(scale, shift, 1, frozenset([layer_of(norm)]), is_norm=True)
-
-    def _arithmetic(self, node: Node) -> tuple[Node, Affine] | None:
-        """Return the input and the map of a sum with, or a product by, one float32 constant for
-        each channel.
-        """
-        if node.op != "call_function" or node.target not in (*_SUMS, *_PRODUCTS) or node.kwargs:
-            return None
-        commutes = node.target in (ATEN.add.Tensor, ATEN.mul.Tensor)
-        place = 1 if commutes and self._constant(node.args[0]) is not None else 0
-        x, value = node.args[place], self._constant(node.args[1 - place])
-        if value is None or not isinstance(x, Node) or self._constant(x) is not None:
-            return None
-        shape = shape_of(x)
-        dims = [dim for dim, size in enumerate(value.shape, len(shape) - value.ndim) if size != 1]
-        same = x.meta["val"].dtype == node.meta["val"].dtype == value.dtype == torch.float32
-        if (
-            not same
-            or shape != shape_of(node)
-            or len(dims) != 1
-            or dims[0] not in (1, len(shape) - 1)
-        ):
-            return None
-        dim, vector = dims[0], value.flatten().double()
-        scale = (
-            torch.ones_like(vector) if node.target in _SUMS else vector ** _PRODUCTS[node.target]
-        )
-        shift = vector * _SUMS[node.target] if node.target in _SUMS else torch.zeros_like(vector)
-        return (
-            (x, Affine(scale, shift, dim, frozenset([layer_of(node)])))
-            if scale.isfinite().all()
-            else None
-        )
-
-    def _mapped(self, user: Node, x: Any, one: Affine) -> Any:
-        """Return the node of a map of `x`, which `user` computes: the layer or map before it, if
-        that can take it.
-        """
-        # until it is lowered
-        self.folded |= one.layers
-        before, feeder, alone = self.maps.get(x), self._linear(x), users_of(x) == [user]
-        if alone and before is not None and before.dim == one.dim:
-            self.maps[x] = before.then(one)
-            return x
-        if alone and feeder is not None and _fits(x, one, feeder.weight.shape[:2]):
-            self._set(x, feeder.then(one.scale, one.shift))
-            return x
-        node = self._insert(user, "call_function", _AFFINE, x)
-        self.maps[node] = one
-        return node
-
-    def fold_into_consumer(self, node: Node) -> None:
-        """Fold a map into the layer that alone takes its output; where that puts zeros beside it,
-        only the scale.
-        """
-        one, users = self.maps[node], users_of(node)
-        consumer = self._linear(users[0]) if len(users) == 1 and users[0].args[0] is node else None
-        if consumer is None or not _fits(users[0], one, consumer.weight.shape[:3:2]):
-            return
-        rest = torch.zeros_like(one.shift)
-        if consumer.pads_zeros and bool(one.shift.any()):
-            if one.is_norm or not bool((one.scale > 0).all()):
-                return
-            rest = one.shift / one.scale
-        self._set(users[0], consumer.after(one.scale, one.shift if not rest.any() else 0 * rest))
-        self.maps[node] = Affine(torch.ones_like(rest), rest, one.dim, one.layers)
-
-    def lower_affine_maps(self) -> None:
-        """Put operations in the place of the maps that are left, and note which layers are folded."""
-        for node in self.graph.find_nodes(op="call_function", target=_AFFINE):
-            one = self.maps[node]
-            if bool(
-                (one.scale == 1).all() and (one.shift == 0).all()
-            ):  # of a frozen estimate, for one
-                self._replace(node, node.args[0])
-                continue
-            self.folded -= one.layers
-            norm = ConstantNorm(torch.zeros_like(one.shift), one.scale, one.shift)
-            form = (
-                norm
-                if one.is_norm and one.dim == 1
-                else ChannelAffine(one.scale, one.shift, last=one.dim != 1)
-            )
-            self._replace(node, self._form(node, node.args[0], form))
-        self.layers.update(
-            {name: "folded" for name in self.folded if self.layers.get(name) == "affine"}
-        )
-
-    # Whitening and power transforms
-
-    def merge_whitening(self, node: Node) -> None:
-        """Merge a convolution of size 1, of as many channels a group as it takes, into the layer
-        before it.
-        """
-        x: Any = node.args[0]
-        matrix, feeder = self._linear(node), self._linear(x)
-        if (
-            matrix is None
-            or feeder is None
-            or users_of(x) != [node]
-            or _channel_dim(x) != _channel_dim(node)
-        ):
-            return
-        _, out, inner, *size = matrix.weight.shape
-        moves = (
-            set(arguments(node).get("stride", [1])) != {1} or matrix.pads_zeros or matrix.transposed
-        )
-        merged = (
-            None if moves or out != inner or math.prod(size) != 1 else feeder.then_groups(matrix)
-        )
-        if merged is not None:
-            self._set(x, merged)
-            if self.layers.get(layer_of(node)) == "group convolution":
-                self.layers[layer_of(node)] = "folded"
-            self._replace(node, x)
-
-    def replace_power(self, found: Transform, fit: Fit) -> None:
-        """Put a fit, or an exact form, in the place of a power transform."""
-        node, name = found.node, layer_of(found.node)
-        folds_away = frozenset([name] if fit.form == "affine" else ())
-        x = self._mapped(
-            node, node.args[0], Affine(found.sign * fit.scale, fit.shift, 1, folds_away, True)
-        )
-        for part in fit.parts:
-            x = self._form(node, x, part)
-        if fit.after is not None:
-            x = self._mapped(node, x, Affine(fit.after, torch.zeros_like(fit.after)))
-        if self.layers.get(name) != "frozen":
-            self.layers[name] = fit.form
-        if fit.has_activation and found.relu is not None:
-            self._replace(found.relu, x)
-            self.graph.erase_node(node)
-        else:
-            self._replace(node, x)
-
-    # Nodes
-
-    def _constant(self, value: Any) -> Tensor | None:
-        """Return the value of an argument that no input reaches."""
-        return self.constants.get(value) if isinstance(value, Node) else None
-
-    def _linear(self, node: Any) -> LinearMap | None:
-        """Return a convolution or linear layer whose weight is a constant that nothing else uses;
-        None for others.
-        """
-        if not isinstance(node, Node) or node.target not in _LINEAR:
-            return None
-        values = arguments(node)
-        weight, bias = (self._constant(values[name]) for name in ("weight", "bias"))
-        if (
-            weight is None
-            or (bias is None and values["bias"] is not None)
-            or len(values["weight"].users) != 1
-        ):
-            return None
-        if values["weight"].op == "get_attr" and self.readers[_memory(weight)] != 1:
-            return None
-        if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
-            # a single sample without its batch
-            return None
-        transposed = node.target in _TRANSPOSED
-        padding = values.get("padding", "valid")
-        pads = (
-            weight[0, 0].numel() > 1
-            if padding == "same"
-            else transposed or (padding != "valid" and any(padding))
-        )
-        return LinearMap.of(weight, bias, values.get("groups", 1), transposed, pads)
-
-    def _set(self, node: Node, layer: LinearMap) -> None:
-        """Give a convolution or linear layer other constants."""
-        values = arguments(node)
-        for name, value in (("weight", layer.torch_weight()), ("bias", layer.bias)):
-            if value is not None:
-                values[name] = self._stored(node, values[name], value.float())
-        node.args, node.kwargs = tuple(values.values()), {}
-
-    def _stored(self, before: Node, held: Any, value: Tensor) -> Node:
-        """Return a node of a constant: under the name of what it replaces, if nothing else uses
-        that.
-        """
-        is_own = held is not None and held.op == "get_attr" and len(held.users) == 1
-        if is_own and self.readers[_memory(self._constant(held))] == 1:
-            owner, _, name = str(held.target).rpartition(".")
-            module, node = self.module.get_submodule(owner), held
-            setattr(
-                module,
-                name,
-                nn.Parameter(value, requires_grad=False) if name in module._parameters else value,
-            )
-        else:
-            self.added += 1
-            self.module.register_buffer(f"_folded_{self.added}", value)
-            with self.graph.inserting_before(before):
-                node = self.graph.get_attr(f"_folded_{self.added}")
-        self.constants[node] = value
-        self.readers[_memory(value)] = 1
-        return node
-
-    def _form(self, before: Node, x: Any, form: nn.Module) -> Node:
-        self.added += 1
-        self.module.add_module(f"_form_{self.added}", form.eval())
-        return self._insert(before, "call_module", f"_form_{self.added}", x)
-
-    def _insert(self, before: Node, op: str, target: Any, x: Any) -> Node:
-        with self.graph.inserting_before(before):
-            node = self.graph.create_node(op, target, (x,))
-        value = before.meta[
-            "val"
-        ]  # of a batch normalization its output, and statistics of training
-        node.meta["val"] = value[0] if isinstance(value, (tuple, list)) else value
-        return node
-
-    def _replace(self, node: Node, other: Any) -> None:
-        node.replace_all_uses_with(other)
-        self.graph.erase_node(node)
+PASSES: tuple[Callable[[FoldingGraph], None], ...] = (
+    recognize_affine_maps,
+    merge_adjacent_maps,
+    fold_into_producers,
+    merge_whitenings,
+    fold_into_consumers,
+    lower_affine_maps,
+    remove_unused,
+)
+"""What follows the power transforms, in this order: a whitening takes in its affine map before it
+is merged itself.
+"""
 
 
 def _channel_dim(node: Node) -> int:
@@ -388,10 +269,6 @@ def _channel_dim(node: Node) -> int:
     return len(shape_of(node)) - 1 if node.target is ATEN.linear.default else 1
 
 
-def _fits(node: Node, one: Affine, channels: torch.Size) -> bool:
-    return _channel_dim(node) == one.dim and channels.numel() == len(one.scale)
-
-
-def _memory(value: Any) -> int:
-    """Return where a tensor's values lie: tied weights are two attributes of one memory."""
-    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)
+def _fits(node: Node, affine: AffineMap, channels: torch.Size) -> bool:
+    """Return whether a map is of the channels that a layer puts out, or takes."""
+    return _channel_dim(node) == affine.dim and channels.numel() == len(affine.scale)

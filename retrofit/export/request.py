@@ -1,37 +1,42 @@
-"""What a user requests to be folded and exported, and the report of what became of it."""
+"""What a user requests to be folded and exported."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from retrofit.compare import TOLERANCE, Comparison
+from retrofit.compare import TOLERANCE
 from retrofit.errors import UsageError
 from retrofit.export.approximation.fit import MAX_SIZE
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.record import unwrapped
-from retrofit.utils.files import ensure_writable
 from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
 from retrofit.utils.running import copied, device_of, images_of, placement_of
 
 Fold = Literal["exact", "poly"]
 Precision = Literal["float32", "float16", "int8"]
 
-SCHEMA = 1
-_PRECISIONS, _RUNTIMES = ", ".join(get_args(Precision)), " or ".join(RUNTIMES)
+_PRECISIONS = ", ".join(get_args(Precision))
+_RUNTIMES = " or ".join(RUNTIMES)
 APPROXIMATE_TOLERANCE = 0.05
+# Bytes of one batch of inputs: what a network computes of it is many times as large
+_LARGEST_BATCH = 2**30
 
 
 @dataclass
 class Request:
     """A network, what it is run on, and how it is to be folded; `export_onnx` says what each option
     means.
+
+    Raises:
+        UsageError: If an option is out of range, or does not fit another one or the images.
+        RetrofitError: If the network does not take the example inputs, cannot be copied, or holds a
+            part of a state.
     """
 
     model: nn.Module
@@ -46,106 +51,102 @@ class Request:
     freeze_lambda: bool
     dynamic_size: bool
     precision: Precision = "float32"
-    # in float32
+    # In float32
     network: nn.Module = field(init=False)
-    # examples, the user's or random
+    # Examples, the user's or random
     calls: list[Call] = field(init=False)
     images: list[Tensor] = field(init=False)
-    # the shape of one sample; empty for a network of several inputs
-    sample: tuple[int, ...] = ()
+    # The shape of one sample; empty for a network of several inputs
+    sample: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Check what a user requests, and complete it by random inputs."""
+        batches = () if self.calibrate is None else self.calibrate
+        self.images = [image for batch in images_of(batches) for image in batch]
+        for problem in (*self._problems_of_options(), *self._problems_of_images()):
+            raise UsageError(problem)
         self.network = unwrapped(self.model)
-        self.images = [
-            image
-            for few in images_of(() if self.calibrate is None else self.calibrate)
-            for image in few
-        ]
-        self._check_options()
         refuse_partial_state(self.network)
         device, dtype = placement_of(self.network)
-        # its own rounding is no part of its function
+        # Its own rounding is no part of its function
         if dtype != torch.float32:
             self.network = copied(self.network).float()
+        self.calls = [call.to(device, torch.float32) for call in self._example_calls()]
+        arguments = tree_leaves((self.calls[0].args, dict(self.calls[0].kwargs)))
+        is_one_tensor = len(arguments) == 1 and isinstance(arguments[0], Tensor)
+        self.sample = tuple(arguments[0].shape[1:]) if is_one_tensor else ()
+        self._check_size_of_images()
+
+    def _problems_of_options(self) -> Iterator[str]:
+        if self.fold not in get_args(Fold):
+            yield f"there is no fold {self.fold!r}; use exact or poly"
+        if self.precision not in get_args(Precision):
+            yield f"there is no precision {self.precision!r}; use {_PRECISIONS}"
+        if self.runtime not in (None, *RUNTIMES):
+            yield f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}"
+        if self.fold != "poly" and (self.degree is not None or self.runtime is not None):
+            yield "`degree` and `runtime` approximate; add `fold='poly'`"
+        if self.degree is not None and not 2 <= self.degree <= MAX_SIZE:
+            yield f"`degree={self.degree}` is not supported; use 2 to {MAX_SIZE} or none"
+        if self.batch is not None and self.batch < 1:
+            yield f"`batch={self.batch}` is no number of samples; give 1 or more"
+        yield from problems_of_tolerance(self.tolerance, f"{TOLERANCE:g} is usual")
+
+    def _problems_of_images(self) -> Iterator[str]:
+        count = len(self.images)
+        if self.freeze_lambda and not count:
+            yield "`freeze_lambda` takes means over images; give `calibrate` images too"
+        if self.precision == "int8" and count < 2:
+            yield "INT8 is fitted and judged on `calibrate` images; give 2 or more"
+        if self.approximates and count == 1:
+            yield "one image is too few to fit and check on; give `calibrate` more"
+        if self.batch is not None and 0 < count < 2 * self.batch:
+            least = 2 * self.batch
+            yield f"`batch={self.batch}` takes {least} `calibrate` images or more; got {count}"
+
+    def _example_calls(self) -> list[Call]:
+        """Return the user's inputs or random ones, in several numbers unless `batch` fixes it."""
         calls = example_calls(self.network, self.inputs, self.input_size)
-        calls, batch = [call.to(device, torch.float32) for call in calls], self.batch
-        if batch is not None:
-            if self.inputs is not None and calls[0].batch != batch:
-                raise UsageError(
-                    f"`inputs` are {calls[0].batch} samples, `batch` says {batch}; make them the same"
-                )
-            calls = [calls[-1].resized(batch)]
-        elif (
-            self.inputs is not None
-        ):  # what is captured must do for other numbers too, where the network does
+        if self.batch is not None:
+            self._check_batch(calls[-1])
+            return [calls[-1].resized(self.batch)]
+        if self.inputs is not None:
+            # The file must do for other numbers too, where the network does
             calls += [calls[0].resized(rows) for rows in (1, 3) if rows != calls[0].batch]
-        self.calls, leaves = calls, tree_leaves((calls[0].args, dict(calls[0].kwargs)))
-        if len(leaves) == 1 and isinstance(leaves[0], Tensor):
-            self.sample = tuple(leaves[0].shape[1:])
-        fixed = self.sample[:1] if self.dynamic_size else self.sample
-        shapes = {tuple(image.shape) for image in self.images}
-        if len(shapes) > 1 or any(
-            len(one) != len(self.sample) or one[: len(fixed)] != fixed for one in shapes
-        ):
-            wanted = ", ".join(str(size) for size in ("N", *self.sample))
-            got = " and ".join(map(str, sorted(shapes)))
+        return calls
+
+    def _check_batch(self, call: Call) -> None:
+        assert self.batch is not None
+        if self.inputs is not None and call.batch != self.batch:
             raise UsageError(
-                f"`calibrate` takes batches of images of one size, ({wanted}); got images of {got}"
+                f"`inputs` are {call.batch} samples, `batch` says {self.batch}; make them the same"
+            )
+        size = sum(tensor.nbytes for tensor in call.tensors) * self.batch // max(1, call.batch)
+        if size > _LARGEST_BATCH:
+            raise UsageError(
+                f"`batch={self.batch}` samples take {size / 2**30:.3g} GiB before anything is "
+                "computed of them; give fewer"
             )
 
-    def _check_options(self) -> None:
-        images, size, approximation = (
-            len(self.images),
-            self.degree,
-            (self.degree, self.runtime) != (None, None),
+    def _check_size_of_images(self) -> None:
+        sample = self.sample
+        fixed = sample[:1] if self.dynamic_size else sample
+        shapes = {tuple(image.shape) for image in self.images}
+        are_right = all(
+            len(shape) == len(sample) and shape[: len(fixed)] == fixed for shape in shapes
         )
-        twice, wanted = 0 if self.batch is None else 2 * self.batch, self.tolerance
-        checks = [
-            (self.fold in get_args(Fold), f"there is no fold {self.fold!r}; use exact or poly"),
-            (
-                self.precision in get_args(Precision),
-                f"there is no precision {self.precision!r}; use {_PRECISIONS}",
-            ),
-            (
-                self.runtime in (None, *RUNTIMES),
-                f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}",
-            ),
-            (
-                self.fold == "poly" or not approximation,
-                "`degree` and `runtime` approximate; add `fold='poly'`",
-            ),
-            (
-                size is None or 2 <= size <= MAX_SIZE,
-                f"`degree={size}` is not supported; use 2 to {MAX_SIZE} or none",
-            ),
-            (
-                wanted is None or wanted > 0,
-                f"`tolerance` must be more than 0, not {wanted}; {TOLERANCE:g} is usual",
-            ),
-            (
-                self.batch is None or twice > 0,
-                f"`batch={self.batch}` is no number of samples; give 1 or more",
-            ),
-            (
-                images or not self.freeze_lambda,
-                "`freeze_lambda` takes means over images; give `calibrate` images too",
-            ),
-            (
-                images > 1 or self.precision != "int8",
-                "INT8 is fitted and judged on `calibrate` images; give 2 or more",
-            ),
-            (
-                images != 1 or not self.approximates,
-                "one image is too few to fit and check on; give `calibrate` more",
-            ),
-            (
-                not 0 < images < twice,
-                f"`batch={self.batch}` takes {twice} `calibrate` images or more; got {images}",
-            ),
-        ]
-        if problem := next((problem for is_right, problem in checks if not is_right), None):
-            raise UsageError(problem)
+        if len(shapes) > 1 or not are_right:
+            expected = ", ".join(str(size) for size in ("N", *sample))
+            got = " and ".join(map(str, sorted(shapes)))
+            raise UsageError(
+                f"`calibrate` takes batches of images of one size, ({expected}); got images of "
+                f"{got}"
+            )
+
+    @property
+    def captured(self) -> Call:
+        """The call that the network is captured with."""
+        return self.calls[-1 if self.inputs is None else 0]
 
     @property
     def approximates(self) -> bool:
@@ -157,15 +158,13 @@ class Request:
         """Largest difference of the folded network; that of a file in less than 32 bits is another
         matter.
         """
-        usual, narrow = (
-            APPROXIMATE_TOLERANCE if self.approximates else TOLERANCE,
-            self.precision != "float32",
-        )
-        if self.tolerance is None or (narrow and not self.approximates):
+        usual = APPROXIMATE_TOLERANCE if self.approximates else TOLERANCE
+        if self.tolerance is None:
             return usual
-        return (
-            max(self.tolerance, usual) if narrow else self.tolerance
-        )  # no further off than the file may be
+        if self.precision == "float32":
+            return self.tolerance
+        # No further off than the file may be
+        return max(self.tolerance, usual) if self.approximates else usual
 
     @property
     def fitted(self) -> list[Call]:
@@ -191,106 +190,20 @@ class Request:
         return "images" if len(self.images) > 1 else calls
 
     def _batches(self, images: Sequence[Tensor]) -> list[Call]:
-        """Return calls with all of some images: one alone, three, and the others in larger batches."""
-        sizes = (
-            [1, 3, *[32] * (len(images) // 32 + 1)]
-            if self.batch is None
-            else [self.batch] * len(images)
-        )
-        stacks = [
-            torch.stack(list(images[a:b]))
-            for a, b in pairwise([0, *accumulate(sizes)])
-            if a < len(images)
-        ]
-        calls = [Call((stack,)) for stack in stacks if self.batch in (None, len(stack))]
-        return [call.to(device_of(self.network), torch.float32) for call in calls]
+        """Return calls with all of some images: one alone, three, and the others in larger batches;
+        with a fixed batch, calls of that size alone.
+        """
+        count = len(images)
+        sizes = [1, 3, *[32] * (count // 32 + 1)]
+        if self.batch is not None:
+            sizes = [self.batch] * (count // self.batch)
+        ends = accumulate(sizes, initial=0)
+        stacks = [torch.stack(list(images[a:b])) for a, b in pairwise(ends) if a < count]
+        device = device_of(self.network)
+        return [Call((stack,)).to(device, torch.float32) for stack in stacks]
 
 
-@dataclass(frozen=True)
-class FoldedLayer:
-    """What became of one layer; errors are shares of the standard deviation of its output.
-
-    Its form is "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial",
-    "lines", "normalization" (of its source's kind), "group", "group convolution" (of size 1, a
-    whitening), "estimated" or "frozen"; "kept" where its forward is somebody's own.
-    """
-
-    # in the given network
-    name: str
-    form: str
-    # of the polynomial, or the number of lines
-    degree: int | None = None
-    # of the approximation, on the values fitted
-    max_error: float | None = None
-    rms_error: float | None = None
-
-    @property
-    def kind(self) -> str:
-        """Its form, with the degree of a polynomial or the number of lines."""
-        degree = "" if self.degree is None else f" of degree {self.degree}"
-        return f"{self.degree} lines" if self.form == "lines" else f"{self.form}{degree}"
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """What was written, and how it was checked."""
-
-    # the network's name, if known
-    model: str | None
-    # what it was converted to last; None if it was not
-    target: str | None
-    # of its converted layers; None where there are none, or they differ
-    strength: float | None
-    # where they are from, if known
-    weights: Mapping[str, Any] | None
-    # "exact" or "poly"
-    fold: str
-    precision: Precision
-    opset: int
-    # the file
-    output: str
-    # its size, external data included
-    bytes: int
-    # ONNX Runtime against the given network in PyTorch, in its own precision
-    parity: Comparison
-    judged_on: (
-        # samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
-        str
-    )
-    # number of nodes of each operator
-    nodes: dict[str, int]
-    preprocess: (
-        Mapping[str, Any] | None
-    )  # how to make the network's input of an image, as the file's metadata say
-    labels: (
-        int | None
-    )  # how many names of outputs the file's metadata hold; None if they are unknown
-    # what became of each normalization layer
-    layers: tuple[FoldedLayer, ...]
-
-    @property
-    def judged(self) -> str:
-        """How many samples of what the file was compared on."""
-        return f"{sum(self.parity.batches)} {self.judged_on}"
-
-    @property
-    def guessed(self) -> bool:
-        """Whether something is approximated, and no image was there to judge it on."""
-        return self.judged_on == "random inputs" and any(
-            layer.max_error is not None for layer in self.layers
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        layers = [asdict(layer) for layer in self.layers]
-        return {"schema": SCHEMA, **vars(self), "parity": self.parity.to_dict(), "layers": layers}
-
-
-def check_report(path: str | Path, output: str | Path, force: bool = False) -> None:
-    """Raise, before any long work, if a report of the file `output` may not be written at `path`."""
-    if Path(path).suffix != ".json":
-        raise UsageError(
-            f"a report is a .json file, not {path}; give `report` a name that ends in .json"
-        )
-    if ensure_writable(path, force) == ensure_writable(output, force):
-        raise UsageError(f"{path} is the exported file itself; give `report` another name")
+def problems_of_tolerance(tolerance: float | None, advice: str) -> Iterator[str]:
+    """Yield what is wrong with a tolerance; nothing if it is a number above 0, or None."""
+    if tolerance is not None and not 0 < tolerance < float("inf"):
+        yield f"`tolerance` must be more than 0, not {tolerance}; {advice}"

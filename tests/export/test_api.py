@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export import ExportReport, api, onnx_file
+from retrofit.export import ExportReport, api, checked_fold, onnx_file
 from retrofit.record import Preprocess, set_record
 from retrofit.utils.running import silence
 from tests.export.networks import norm, slow
@@ -106,14 +106,14 @@ def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
 
 def broken(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Let folding go wrong by what `change` does to the folded network."""
-    real = api.fold_program
+    real = checked_fold.fold_program
 
     def wrong(program: Any, fits: Any) -> None:
         real(program, fits)
         with torch.no_grad():
             change(program.module)
 
-    monkeypatch.setattr(api, "fold_program", wrong)
+    monkeypatch.setattr(checked_fold, "fold_program", wrong)
 
 
 def test_what_differs_leaves_no_file(
@@ -286,7 +286,7 @@ def test_weights_beside_the_file_are_replaced_with_it_and_the_report(
 def test_a_wrong_report_is_refused_first(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "capture", None)
+    monkeypatch.setattr(checked_fold, "capture", None)
     (tmp_path / "same.json").symlink_to(tmp_path / "net.onnx")
     html = r"^a report is a \.json file, not .*net\.html; give `report` a name"
     for name, message in (("net.html", html), ("same.json", "is the exported file itself")):

@@ -19,10 +19,11 @@ from retrofit.export.approximation.fit import (
     MAX_SIZE,
     LayerFunction,
     LineFitter,
-    Observer,
     PolynomialFitter,
 )
-from retrofit.export.capture import POWER, Fit, Transform, shape_of
+from retrofit.export.approximation.samples import Observer
+from retrofit.export.graph_nodes import shape_of
+from retrofit.export.power import POWER, Fit, Transform
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.onnx_runtimes import Runtime
@@ -36,14 +37,16 @@ the exact transform costs there, and what each degree or line costs besides, as
 `benchmarks/export_latency.py` shows for tf_efficientnet_lite0.
 """
 
-# with a degree given: what is as good as affine
+# With a degree given: what is as good as affine
 _AFFINE = 1e-3
-# images that show what errors do
+# Images that show what errors do
 _FEW = 8
-# of the tolerance: the folded network rounds differently from the one that choices are tried in
+# Share of the tolerance: the folded network rounds differently from the one that is tried
 _ROOM = 0.98
-# of the squared error, from one choice to the next
+# Factor of the squared error, from one choice to the next
 _FALL = 1.25
+
+Functions = Mapping[Node, LayerFunction]
 
 
 @torch.no_grad()
@@ -60,42 +63,61 @@ def choose(
 
     Fits are made on the calls `fitted`, or on running statistics where there are none; the
     tolerance, a share of each output's scale, holds for the calls `judged`. A given degree is that
-    of all fits. Transforms that the answer does not have stay exact. A RetrofitError says that no
-    choice of degrees meets the tolerance.
+    of all fits. Transforms that the answer does not have stay exact.
+
+    Raises:
+        RetrofitError: If no choice of degrees meets the tolerance.
     """
-    found = (
-        Transform.of(module, node)
-        for node in module.graph.find_nodes(op="call_function", target=POWER)
-    )
-    # a frozen estimate is one number
-    transforms = [one for one in found if one.lmbda.numel() > 1]
-    if not transforms:
+    functions = _functions(module, fitted)
+    if not functions:
         return {}
-    observer, functions = Observer(sum(call.batch for call in fitted)), {}
-    for call in fitted:
-        answers(module, call, observer=observer)
-    for one in transforms:
-        data = observer.sample(one.node, len(one.sign), one.sign.device)
-        functions[one.node] = LayerFunction(
-            one, replace(data, h=data.h * one.sign[:, None]), one.high
-        )
     if degree is not None:
-        fits, fitter = (
-            {node: function.affine() for node, function in functions.items()},
-            _FAMILIES[runtime][0][0],
-        )
-        rough = {node: functions[node] for node, fit in fits.items() if fit.rms_error > _AFFINE}
-        return fits | {node: fitter(function).fit(degree) for node, function in rough.items()}
-    limit, best = _ROOM * tolerance, math.inf
+        return _of_one_degree(functions, runtime, degree)
+    limit = _ROOM * tolerance
+    smallest = math.inf
     expected = [(call, answers(module, call)) for call in judged]
-    for fits in allocations(_options(module, functions, runtime, fitted or judged)):
+    options = _options(module, functions, runtime, fitted or judged)
+    for fits in allocations(options):
         difference = _difference(module, fits, expected, limit)
         if difference <= limit:
             return fits
-        best = min(best, difference)
+        smallest = min(smallest, difference)
     advice = "raise `tolerance`" if fitted else "raise `tolerance`, give `calibrate` images"
-    what = f"approximations change the output by {best:.2g} of its scale, not safely less than {tolerance:g}"
-    raise RetrofitError(f"{what}; {advice} or use `fold='exact'`")
+    raise RetrofitError(
+        f"approximations change the output by {smallest:.2g} of its scale, not safely less than "
+        f"{tolerance:g}; {advice} or use `fold='exact'`"
+    )
+
+
+def _functions(module: fx.GraphModule, calls: Sequence[Call]) -> dict[Node, LayerFunction]:
+    """Return what each power transform computes, on the values that it sees in some calls."""
+    nodes = module.graph.find_nodes(op="call_function", target=POWER)
+    transforms = [Transform.of(module, node) for node in nodes]
+    # A frozen estimate is one number for all channels
+    transforms = [transform for transform in transforms if transform.lmbda.numel() > 1]
+    if not transforms:
+        return {}
+    observer = Observer(sum(call.batch for call in calls))
+    for call in calls:
+        answers(module, call, observer=observer)
+    functions = {}
+    for transform in transforms:
+        sign = transform.sign
+        data = observer.sample(transform.node, len(sign), sign.device)
+        mirrored = replace(data, h=data.h * sign[:, None])
+        functions[transform.node] = LayerFunction(transform, mirrored, transform.high)
+    return functions
+
+
+def _of_one_degree(functions: Functions, runtime: Runtime, degree: int) -> dict[Node, Fit]:
+    """Fit all functions with one degree but those that a line fits as well."""
+    fitter, _, _ = _FAMILIES[runtime][0]
+    fits = {}
+    for node, function in functions.items():
+        affine = function.affine()
+        is_rough = affine.rms_error > _AFFINE
+        fits[node] = fitter(function).fit(degree) if is_rough else affine
+    return fits
 
 
 class _Run(fx.Interpreter):
@@ -107,7 +129,8 @@ class _Run(fx.Interpreter):
         self, module: fx.GraphModule, instead: Mapping[Node, nn.Module], observer: Observer | None
     ) -> None:
         super().__init__(module)
-        self._instead, self._observer = instead, observer
+        self._instead = instead
+        self._observer = observer
 
     def run_node(self, n: Node) -> object:
         """Compute the value of a node."""
@@ -130,16 +153,14 @@ def answers(
     """
     instead: dict[Node, nn.Module] = {}
     for node, fit in (fits or {}).items():
-        one = Transform.of(module, node)
-        norm = ConstantNorm(torch.zeros_like(fit.shift), one.sign * fit.scale, fit.shift)
+        transform = Transform.of(module, node)
+        scale = transform.sign * fit.scale
+        norm = ConstantNorm(torch.zeros_like(fit.shift), scale, fit.shift)
         instead[node] = nn.Sequential(norm, *fit.parts)
-        if fit.has_activation and one.relu is not None:
-            instead[one.relu] = nn.Identity()
-    return list(
-        tensors_of(
-            _Run(module, instead, observer).run(*tree_leaves((call.args, dict(call.kwargs))))
-        )
-    )
+        if fit.has_activation and transform.relu is not None:
+            instead[transform.relu] = nn.Identity()
+    arguments = tree_leaves((call.args, dict(call.kwargs)))
+    return list(tensors_of(_Run(module, instead, observer).run(*arguments)))
 
 
 def _difference(
@@ -151,21 +172,21 @@ def _difference(
     """Return the largest difference of an output, as a share of its scale over all calls; stop
     beyond a limit.
     """
-    scales = [
-        max(map(scale_of, leaves))
-        for leaves in zip(*(answer for _, answer in expected), strict=True)
-    ]
+    outputs = zip(*(answer for _, answer in expected), strict=True)
+    scales = [max(map(scale_of, tensors)) for tensors in outputs]
     largest = 0.0
-    for call, leaves in expected:
-        gaps = map(largest_gap, leaves, answers(module, call, fits))
-        shares = [
-            gap / scale if scale else math.inf if gap else 0.0
-            for gap, scale in zip(gaps, scales, strict=True)
-        ]
-        largest = max([largest, *shares])
+    for call, tensors in expected:
+        gaps = map(largest_gap, tensors, answers(module, call, fits))
+        largest = max(largest, *map(_share, gaps, scales))
         if largest > limit:
             break
     return largest
+
+
+def _share(gap: float, scale: float) -> float:
+    if gap == 0:
+        return 0.0
+    return gap / scale if scale else math.inf
 
 
 class Candidate(NamedTuple):
@@ -179,10 +200,7 @@ class Candidate(NamedTuple):
 
 
 def _options(
-    module: fx.GraphModule,
-    functions: Mapping[Node, LayerFunction],
-    runtime: Runtime,
-    calls: Sequence[Call],
+    module: fx.GraphModule, functions: Functions, runtime: Runtime, calls: Sequence[Call]
 ) -> dict[Node, list[Candidate]]:
     """Fit all kinds and sizes, and see what an error of each transform alone does to the output."""
     few = next((call for call in calls if call.batch >= _FEW), calls[-1])
@@ -190,17 +208,14 @@ def _options(
     expected = answers(module, few)
     options = {}
     for node, function in functions.items():
+        elements = math.prod(shape_of(node)[1:])
         costs = [(function.affine(), 0.0)]
         for family, base, each in _FAMILIES[runtime]:
             fitter = family(function)
             costs += [(fitter.fit(size), base + size * each) for size in range(2, MAX_SIZE + 1)]
-        probe = costs[1][0]
-        pairs = list(zip(expected, answers(module, few, {node: probe}), strict=True))
-        gaps = [
-            torch.where(a == b, 0.0, a.double() - b) / (scale_of(a) or 1.0) for a, b in pairs
-        ]  # also of infinity
-        harm = sum(float(gap.square().sum()) for gap in gaps) / max(probe.rms_error**2, 1e-30)
-        elements = math.prod(shape_of(node)[1:])
+        probe, _ = costs[1]
+        change = _squared_change(expected, answers(module, few, {node: probe}))
+        harm = change / max(probe.rms_error**2, 1e-30)
         options[node] = [
             Candidate(fit, elements * cost, harm * fit.rms_error**2) for fit, cost in costs
         ]
@@ -208,23 +223,50 @@ def _options(
     return options
 
 
+def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> float:
+    """Return the squared difference of all outputs, each by its scale."""
+    total = 0.0
+    for a, b in zip(expected, changed, strict=True):
+        # Where both are infinite there is none
+        gap = torch.where(a == b, 0.0, a.double() - b) / (scale_of(a) or 1.0)
+        total += float(gap.square().sum())
+    return total
+
+
 def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[Node, Fit]]:
     """Yield choices of an option for each layer, from the first, free ones on, with ever less
     squared error: it is taken off where most goes for its cost. A layer that is missing stays
     exact; that all of them do is not among the choices.
     """
-    state = {node: own[0] for node, own in options.items()}
-    while fits := {node: option.fit for node, option in state.items() if option.fit is not None}:
+    chosen = {node: candidates[0] for node, candidates in options.items()}
+    while True:
+        fits = {node: option.fit for node, option in chosen.items() if option.fit is not None}
+        if not fits:
+            return
         yield fits
-        error = sum(option.error for option in state.values())
-        # nothing is left, or no number says how much
+        error = _total_error(chosen)
+        # Nothing is left, or no number says how much
         if not 0 < error < math.inf:
             return
-        while sum(option.error for option in state.values()) > error / _FALL:
-            steps = [
-                ((now.error - option.error) / (option.cost - now.cost), node, option)
-                for node, now in state.items()
-                for option in options[node]
-                if option.cost > now.cost
-            ]
-            _, node, state[node] = max(steps, key=lambda step: step[0])
+        while _total_error(chosen) > error / _FALL:
+            node, option = _most_effective_step(chosen, options)
+            chosen[node] = option
+
+
+def _total_error(chosen: Mapping[Node, Candidate]) -> float:
+    return sum(option.error for option in chosen.values())
+
+
+def _most_effective_step(
+    chosen: Mapping[Node, Candidate], options: Mapping[Node, Sequence[Candidate]]
+) -> tuple[Node, Candidate]:
+    """Return the layer and its dearer option that take off most squared error for their cost."""
+    best = -math.inf
+    for node, now in chosen.items():
+        for option in options[node]:
+            if option.cost > now.cost:
+                effect = (now.error - option.error) / (option.cost - now.cost)
+                if effect > best:
+                    best = effect
+                    step = node, option
+    return step

@@ -20,8 +20,10 @@ from torch.fx import Graph
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import Candidate, allocations, answers, choose
-from retrofit.export.capture import Fit, capture, layer_of
+from retrofit.export.capture import capture
 from retrofit.export.fold_constants import fold
+from retrofit.export.graph_nodes import layer_of
+from retrofit.export.power import Fit
 from retrofit.inputs import Call
 from tests.export.networks import norm
 
@@ -176,7 +178,11 @@ def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
             {"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]},
             "takes 4 `calibrate` images or more; got 3",
         ),
-        ({"tolerance": -1.0}, "more than 0, not -1.0; 0.0001 is usual"),
+        *(
+            ({"tolerance": tolerance}, f"more than 0, not {tolerance}; 0.0001 is usual")
+            for tolerance in (-1.0, math.inf, math.nan)
+        ),
+        *(({"batch": batch}, "samples take .* GiB .*; give fewer") for batch in (10**6, 10**30)),
         (
             {"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]},
             "is fitted and judged on `calibrate`",

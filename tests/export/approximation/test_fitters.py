@@ -12,13 +12,13 @@ from scipy.stats import norm, yeojohnson
 from torch import Tensor
 
 from retrofit.export.approximation import fit as fitting
+from retrofit.export.approximation import samples
 from retrofit.export.approximation.fit import (
     LayerFunction,
     LineFitter,
     PolynomialFitter,
-    WeightedSample,
-    gaussian,
 )
+from retrofit.export.approximation.samples import WeightedSample, gaussian
 from retrofit.layers.constant_maps import ChannelMap
 
 INF = float("inf")
@@ -188,7 +188,7 @@ def test_no_data_between_the_limits_of_a_relu6(size: int) -> None:
 
 
 def observed(batches: list[Tensor]) -> WeightedSample:
-    node, observer = torch.fx.Graph().placeholder("x"), fitting.Observer(sum(map(len, batches)))
+    node, observer = torch.fx.Graph().placeholder("x"), samples.Observer(sum(map(len, batches)))
     for batch in batches:
         observer.take(node, batch)
     return observer.sample(node, 0, torch.device("cpu"))
@@ -227,7 +227,7 @@ def test_as_much_lies_beyond_as_new_values_will() -> None:
     h = -torch.rand(
         1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).log()  # exponential
-    data = fitting.with_tails(h, torch.full((4000,), 1 / 4000, dtype=torch.float64), 4000, 40)
+    data = samples.with_tails(h, torch.full((4000,), 1 / 4000, dtype=torch.float64), 4000, 40)
     beyond = data.h[:, data.seen :]
     above, below = beyond > h.max(), beyond < h.min()
     assert above.sum() == below.sum() == beyond.shape[1] / 2

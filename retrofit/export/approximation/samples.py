@@ -1,0 +1,98 @@
+"""The values that a power transform sees: a sample of each channel, and what may lie beyond it.
+
+Of the values that a layer sees a sample is kept, with the largest and the smallest. What it sees in
+use goes beyond: of values to come, one in as many as were seen is expected to exceed them all. By
+how much is taken from the largest: an exponential tail with the mean excess of those, as of peaks
+over a threshold.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+# Values of each channel, over all batches
+_SAMPLES = 2048
+# Largest, and smallest, values of each channel in a batch
+_EXTREMES = 32
+# Points in place of what lies beyond
+_TAIL = 16
+# What new images go beyond the largest values by, over the mean excess of those
+_HEAVY = 2.0
+# Quantiles of a normal distribution where there are no images
+_QUANTILES = 511
+# Values that these count as
+_IMAGINED = 10_000
+
+
+@dataclass(frozen=True)
+class WeightedSample:
+    """Values of each channel, and the share that each value stands for."""
+
+    # (C, S)
+    h: Tensor
+    # (S,), about 1 together
+    weight: Tensor
+    # so many were seen, the others behind them are guessed
+    seen: int
+
+
+def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSample:
+    """Add what may lie beyond a sample of `total` values: the `few` largest, and smallest, show how
+    far it may be.
+    """
+    few = min(few, h.shape[1])
+    ranks = (torch.arange(_TAIL, dtype=h.dtype, device=h.device) + 0.5) / _TAIL
+    excess = -_HEAVY * torch.log1p(-ranks)
+    tails = []
+    for sign in (1.0, -1.0):
+        largest = (sign * h).topk(few, 1).values
+        mean_excess = largest.mean(1, keepdim=True) - largest[:, -1:]
+        tails.append(sign * (largest[:, :1] + mean_excess * excess))
+    share = 1 / (total * _TAIL)
+    guessed = torch.full((2 * _TAIL,), share, dtype=weight.dtype, device=weight.device)
+    return WeightedSample(torch.cat([h, *tails], 1), torch.cat([weight, guessed]), h.shape[1])
+
+
+def gaussian(channels: int, device: torch.device | None = None) -> WeightedSample:
+    """Return what running statistics alone say of standardized values: the quantiles of a standard
+    normal.
+    """
+    ranks = torch.arange(_QUANTILES, dtype=torch.float64, device=device or "cpu") + 0.5
+    ranks = ranks / _QUANTILES
+    h = torch.special.ndtri(ranks).expand(channels, -1)
+    return with_tails(h, torch.full_like(ranks, 1 / _QUANTILES), _IMAGINED, _EXTREMES)
+
+
+class Observer:
+    """Collects values while a network runs on so many images, in batches of any size."""
+
+    def __init__(self, images: int) -> None:
+        self._images = images
+        self._generator = torch.Generator().manual_seed(0)
+        self._parts: dict[Node, list[tuple[Tensor, Tensor, int]]] = {}
+
+    def take(self, node: Node, values: Tensor) -> None:
+        """Keep some of the values, (N, C, *), that a node takes in one batch."""
+        share = max(1, _SAMPLES * len(values) // self._images)
+        values = values.movedim(1, 0).flatten(1)
+        count = values.shape[1]
+        places = torch.randint(count, (share,), generator=self._generator, device="cpu")
+        chosen = values[:, places.to(values.device)]
+        few = min(_EXTREMES, count)
+        extremes = [values.topk(few, 1, largest).values for largest in (True, False)]
+        self._parts.setdefault(node, []).append((chosen, torch.cat(extremes, 1), count))
+
+    def sample(self, node: Node, channels: int, device: torch.device) -> WeightedSample:
+        """Return what a node took, with what may lie beyond; a Gaussian's quantiles where nothing
+        was seen.
+        """
+        if node not in self._parts:
+            return gaussian(channels, device)
+        samples, extremes, counts = zip(*self._parts[node], strict=True)
+        h = torch.cat([*samples, *extremes], 1).double()
+        weight = torch.full((h.shape[1],), 1 / sum(counts), dtype=h.dtype, device=h.device)
+        sampled = sum(sample.shape[1] for sample in samples)
+        weight[:sampled] = 1 / sampled
+        return with_tails(h, weight, sum(counts), extremes[0].shape[1] // 2)

@@ -1,0 +1,153 @@
+"""Capture a network, fold it, and compare the two."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
+from retrofit.errors import RetrofitError
+from retrofit.export.approximation.choose import choose
+from retrofit.export.capture import Program, capture
+from retrofit.export.fold_constants import fold as fold_program
+from retrofit.export.graph_nodes import layer_of
+from retrofit.export.power import Fit
+from retrofit.export.report import FoldedLayer
+from retrofit.export.request import Request
+from retrofit.inputs import Call
+from retrofit.layers.base import lambda_values
+from retrofit.utils.running import evaluating
+
+REPORT_IT = "please report it, or raise `tolerance` if you can accept that"
+
+
+class FoldedNetwork(NamedTuple):
+    """A folded network, what became of its layers, and how it compares with the given one."""
+
+    program: Program
+    layers: tuple[FoldedLayer, ...]
+    reference: Reference
+    comparison: Comparison
+
+
+def checked_fold(request: Request) -> FoldedNetwork:
+    """Fold the requested network; where it cannot be captured, its program's `note` says why.
+
+    Raises:
+        RetrofitError: If the network answers with no numbers, does not take other numbers of
+            samples once captured, cannot be approximated, or differs from its folded form.
+    """
+    network = request.network
+    reference = Reference(network, request.judged, tolerance=request.allowed)
+    _refuse_missing_numbers(network, reference)
+    program = capture(
+        network,
+        request.captured,
+        batch=request.batch,
+        dynamic_size=request.dynamic_size,
+        lambdas=_mean_lambdas(network, request.fitted) if request.freeze_lambda else {},
+        # Those are compared by their parts
+        is_detector=any(part.stage for part in reference.parts),
+    )
+    fits: Mapping[Node, Fit] = {}
+    if program.note:
+        program.note += _advice_on_capture(request)
+        if request.fold == "poly":
+            raise RetrofitError(f"{program.note}; `fold='exact'` may do")
+    else:
+        _refuse_fixed_batch(program, reference)
+        if request.fold == "poly":
+            fits = _approximations(program, request)
+        fold_program(program, fits)
+    comparison = reference.compare(program.module)
+    if comparison.differs:
+        raise ComparisonError(comparison, *_difference(request))
+    return FoldedNetwork(program, _folded_layers(program, fits), reference, comparison)
+
+
+def _refuse_missing_numbers(network: nn.Module, reference: Reference) -> None:
+    if reference.not_checked == NO_NUMBERS:
+        raise RetrofitError(NO_NUMBERS)
+    if not reference.holds_nan:
+        return
+    for name, value in network.state_dict().items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.isnan().any():
+            raise RetrofitError(f"{name} holds NaN; export other weights")
+
+
+def _advice_on_capture(request: Request) -> str:
+    if request.batch is not None:
+        return ""
+    if request.dynamic_size:
+        return "; leave out `dynamic_size`"
+    return "; some networks need a fixed `batch=1`"
+
+
+def _refuse_fixed_batch(program: Program, reference: Reference) -> None:
+    """Raise RetrofitError if the captured network does not take other numbers of samples."""
+    captured = program.call.batch
+    for call in reference.calls[:3]:
+        if call.batch == captured:
+            continue
+        try:
+            with torch.no_grad():
+                call.on(program.module)
+        # torch.export's guards, or the network's own code
+        except Exception as error:
+            raise RetrofitError(
+                f"captured with {captured} samples, the network does not take {call.batch}; fix "
+                f"their number, as `batch={reference.calls[0].batch}`"
+            ) from error
+
+
+def _approximations(program: Program, request: Request) -> dict[Node, Fit]:
+    runtime = request.runtime or "onnxruntime"
+    # In INT8 what lies between lines would get a range of its own
+    if request.precision == "int8":
+        runtime = "onnxruntime"
+    return choose(
+        program.module,
+        runtime,
+        request.degree,
+        request.allowed,
+        request.fitted,
+        request.unseen,
+    )
+
+
+def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLayer, ...]:
+    errors: dict[str, tuple[int, float, float]] = {
+        layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()
+    }
+    return tuple(
+        FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()
+    )
+
+
+def _difference(request: Request) -> tuple[str, str]:
+    """Return in words what differs, and what to do about it."""
+    accept = "or raise `tolerance` if you can accept that"
+    approximation = "the approximation differs from the given network"
+    if request.freeze_lambda:
+        return approximation, f"leave out `freeze_lambda`, {accept}"
+    if request.degree is not None:
+        return approximation, f"raise `degree` or leave it out, {accept}"
+    return "the folded network differs from the given one", REPORT_IT
+
+
+def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
+    """Return the mean lambda, strength included, of each layer that estimates it, over images."""
+    values: dict[str, list[Tensor]] = {}
+    with evaluating(network):
+        for call in calls:
+            for name, lmbda in lambda_values(network, call.args[0]).items():
+                values.setdefault(name, []).append(lmbda.double())
+    means: dict[str, float] = {}
+    for name, batches in values.items():
+        layer: Any = network.get_submodule(name)
+        if layer.channel_map() is None:
+            mean = float(torch.cat(batches).mean())
+            means[name] = 1 + float(layer.effective_alpha) * (mean - 1)
+    return means

@@ -1,0 +1,238 @@
+"""A captured graph while its constants are folded: what is constant in it, which layers may take a
+map in, and how nodes are put in and taken out.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from retrofit.export.capture import Program
+from retrofit.export.graph_nodes import ATEN, arguments, shape_of, value_of
+from retrofit.layers.constant_maps import LinearMap
+from retrofit.layers.forms import ChannelAffine, ConstantNorm
+
+_TRANSPOSED = {
+    ATEN.conv_transpose1d.default,
+    ATEN.conv_transpose2d.input,
+    ATEN.conv_transpose3d.input,
+}
+_CONVOLUTIONS = {
+    kind
+    for convolution in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d)
+    for kind in (convolution.default, convolution.padding)
+}
+LINEAR = {ATEN.linear.default, *_TRANSPOSED, *_CONVOLUTIONS}
+
+
+class AffineMap(nn.Module):
+    """scale * x + shift along a dimension, 1 or the last: a node of a graph that is being folded.
+
+    `layers` are the normalization layers that it is a part of; `is_norm` says whether it may be
+    written as a batch normalization.
+    """
+
+    def __init__(
+        self,
+        scale: Tensor,
+        shift: Tensor,
+        dim: int = 1,
+        layers: frozenset[str] = frozenset(),
+        is_norm: bool = False,
+    ) -> None:
+        """Keep (C,) constants in float64."""
+        super().__init__()
+        self.scale = scale
+        self.shift = shift
+        self.dim = dim
+        self.layers = layers
+        self.is_norm = is_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the map in float64."""
+        shape = [1] * x.ndim
+        shape[self.dim] = len(self.scale)
+        return (x * self.scale.view(shape) + self.shift.view(shape)).to(x.dtype)
+
+    def then(self, other: "AffineMap") -> "AffineMap":
+        """Return the map that applies this one, then the other."""
+        return AffineMap(
+            scale=self.scale * other.scale,
+            shift=other.scale * self.shift + other.shift,
+            dim=self.dim,
+            layers=self.layers | other.layers,
+            is_norm=self.is_norm or other.is_norm,
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it changes nothing, as the one before a frozen estimate."""
+        return bool((self.scale == 1).all() and (self.shift == 0).all())
+
+    def lowered(self) -> nn.Module:
+        """Return float32 operations of the same function."""
+        if self.is_norm and self.dim == 1:
+            return ConstantNorm(torch.zeros_like(self.shift), self.scale, self.shift)
+        return ChannelAffine(self.scale, self.shift, last=self.dim != 1)
+
+
+class FoldingGraph:
+    """The graph of a captured program, and what its layers have become so far (`layers`)."""
+
+    def __init__(self, program: Program) -> None:
+        """Compute the constants of the graph."""
+        self.module: fx.GraphModule = program.module
+        self.graph = self.module.graph
+        self.layers = program.layers
+        self.batch_norms = program.batch_norms
+        # Layers that an affine map is, or was, a part of
+        self.mapped_layers: set[str] = set()
+        self._constants = _constants_of(self.module)
+        # Tied weights are several attributes of one memory
+        self._readers = Counter(
+            _memory(value_of(self.module, node))
+            for node in self.graph.find_nodes(op="get_attr")
+            for _ in node.users
+        )
+        self._added = 0
+
+    def calls(self, target: Any) -> list[Node]:
+        """Return the nodes that call an operator, in their order."""
+        return list(self.graph.find_nodes(op="call_function", target=target))
+
+    def constant(self, value: Any) -> Tensor | None:
+        """Return the value of an argument that no input reaches; None for others."""
+        return self._constants.get(value) if isinstance(value, Node) else None
+
+    def affine_map(self, node: Any) -> AffineMap | None:
+        """Return the affine map that a node is; None for others."""
+        if not isinstance(node, Node) or node.op != "call_module":
+            return None
+        part = self.module.get_submodule(str(node.target))
+        return part if isinstance(part, AffineMap) else None
+
+    def affine_maps(self) -> list[tuple[Node, AffineMap]]:
+        """Return the nodes that are affine maps, in their order."""
+        maps = ((node, self.affine_map(node)) for node in self.graph.nodes)
+        return [(node, affine) for node, affine in maps if affine is not None]
+
+    def linear(self, node: Any) -> LinearMap | None:
+        """Return a convolution or linear layer whose weight is a constant that nothing else uses;
+        None for others.
+        """
+        if not isinstance(node, Node) or node.target not in LINEAR:
+            return None
+        values = arguments(node)
+        weight = self.constant(values["weight"])
+        bias = self.constant(values["bias"])
+        is_bias_unknown = bias is None and values["bias"] is not None
+        if weight is None or is_bias_unknown or not self._has_one_reader(values["weight"]):
+            return None
+        # A single sample without its batch
+        if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
+            return None
+        transposed = node.target in _TRANSPOSED
+        padding = values.get("padding", "valid")
+        pads = transposed or _pads_zeros(padding, weight)
+        return LinearMap.of(weight, bias, values.get("groups", 1), transposed, pads)
+
+    def set_linear(self, node: Node, layer: LinearMap) -> None:
+        """Give a convolution or linear layer other constants."""
+        values = arguments(node)
+        values["weight"] = self._store(node, values["weight"], layer.torch_weight())
+        if layer.bias is not None:
+            values["bias"] = self._store(node, values["bias"], layer.bias)
+        node.args = tuple(values.values())
+        node.kwargs = {}
+
+    def insert(self, before: Node, x: Any, part: nn.Module) -> Node:
+        """Insert a module that takes `x` and gives what the node `before` gives."""
+        with self.graph.inserting_before(before):
+            node = self.graph.call_module(self._add_module(part), (x,))
+        value = before.meta["val"]
+        # A batch normalization gives its output, and statistics of training
+        node.meta["val"] = value[0] if isinstance(value, tuple | list) else value
+        return node
+
+    def set_module(self, node: Node, part: nn.Module) -> None:
+        """Put another module in the place of an inserted one."""
+        setattr(self.module, str(node.target), part.eval())
+
+    def replace(self, node: Node, other: Any) -> None:
+        """Let the users of a node use another one."""
+        node.replace_all_uses_with(other)
+        self.erase(node)
+
+    def erase(self, node: Node) -> None:
+        """Take out a node that nothing uses, with the module that was inserted for it."""
+        self.graph.erase_node(node)
+        if node.op == "call_module":
+            delattr(self.module, str(node.target))
+
+    def _add_module(self, part: nn.Module) -> str:
+        if isinstance(part, AffineMap):
+            self.mapped_layers |= part.layers
+        self._added += 1
+        name = f"_form_{self._added}"
+        self.module.add_module(name, part.eval())
+        return name
+
+    def _store(self, before: Node, replaced: Node | None, value: Tensor) -> Node:
+        """Return a node of a constant: under the name of what it replaces, if nothing else uses
+        that.
+        """
+        value = value.float()
+        if replaced is not None and replaced.op == "get_attr" and self._has_one_reader(replaced):
+            node = replaced
+            owner, _, name = str(node.target).rpartition(".")
+            module = self.module.get_submodule(owner)
+            is_parameter = name in module._parameters
+            setattr(module, name, nn.Parameter(value, False) if is_parameter else value)
+        else:
+            self._added += 1
+            name = f"_folded_{self._added}"
+            self.module.register_buffer(name, value)
+            with self.graph.inserting_before(before):
+                node = self.graph.get_attr(name)
+        self._constants[node] = value
+        self._readers[_memory(value)] = 1
+        return node
+
+    def _has_one_reader(self, node: Node) -> bool:
+        """Return whether one node alone uses a constant."""
+        if len(node.users) != 1:
+            return False
+        return node.op != "get_attr" or self._readers[_memory(self.constant(node))] == 1
+
+
+def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
+    """Compute the nodes that no input reaches, nothing writes to, and are not random."""
+    copies = module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
+    written = {node.args[0] for node in copies}
+    values: dict[Node, Any] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node not in written:
+            values[node] = value_of(module, node)
+        elif _is_pure(node) and values.keys() >= set(node.all_input_nodes):
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def _is_pure(node: Node) -> bool:
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and not is_random and not node.is_impure()
+
+
+def _pads_zeros(padding: Any, weight: Tensor) -> bool:
+    if padding == "same":
+        return weight[0, 0].numel() > 1
+    return padding != "valid" and any(padding)
+
+
+def _memory(value: Any) -> int:
+    """Return where a tensor's values lie."""
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)

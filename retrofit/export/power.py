@@ -1,0 +1,213 @@
+"""The power transform in a captured graph, and what may take its place.
+
+It is one node there, `retrofit::power`, which `Transform` describes; folding puts a `Fit` in its
+place: its exact form or an approximation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+
+from retrofit.export.graph_nodes import ATEN, arguments, users_of, value_of
+from retrofit.layers import forms
+
+INF = float("inf")
+
+
+@torch.library.custom_op("retrofit::power", mutates_args=())
+def power(h: Tensor, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+    """Return gamma * psi(h; lambda) + beta of standardized values (N, C, *); constants are (C,)."""
+    return forms.TwoBranch(lmbda, gamma, beta)(h).contiguous()
+
+
+power.register_fake(lambda h, *_: torch.empty_like(h, memory_format=torch.contiguous_format))
+POWER = torch.ops.retrofit.power.default
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What takes the place of a transform, as a function of sign * h: scale * h + shift, the parts
+    that follow, and the scale of what they give; (C,) in float64. Errors are shares of the standard
+    deviation of the layer's output.
+    """
+
+    # "affine", "polynomial", "lines", "one branch" or "two branches"
+    form: str
+    # The degree, or the number of lines
+    size: int
+    scale: Tensor
+    shift: Tensor
+    parts: Sequence[nn.Module]
+    # Whether a ReLU behind the layer is included; else it stays
+    has_activation: bool = False
+    # On the values that were seen
+    max_error: float = 0.0
+    # Root mean square, on guessed values too
+    rms_error: float = 0.0
+    after: Tensor | None = None
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """Evaluate for h, (C, S), in the precision of a folded network."""
+        y = torch.addcmul(self.shift[:, None], h, self.scale[:, None]).T.float()
+        for part in self.parts:
+            y = part(y)
+        return y.T.to(h)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, (C,) each in float64,
+    with gamma >= 0, since gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda).
+    """
+
+    node: Node
+    sign: Tensor
+    lmbda: Tensor
+    gamma: Tensor
+    beta: Tensor
+    # The ReLU or ReLU6 that alone takes the output
+    relu: Node | None
+    # Its upper limit, inf or 6
+    high: float | None
+
+    @classmethod
+    def of(cls, module: fx.GraphModule, node: Node) -> "Transform":
+        """Return the transform of a `retrofit::power` node."""
+        constants = [value_of(module, argument).double() for argument in node.args[1:]]  # type: ignore[arg-type]
+        lmbda, gamma, beta = constants
+        mirrored = gamma < 0
+        users = users_of(node)
+        high = _upper_limit(users[0]) if len(users) == 1 else None
+        return cls(
+            node=node,
+            sign=torch.where(mirrored, -1.0, 1.0).to(gamma),
+            lmbda=torch.where(mirrored, 2 - lmbda, lmbda),
+            gamma=gamma.abs(),
+            beta=beta,
+            relu=None if high is None else users[0],
+            high=high,
+        )
+
+    def exact_form(self) -> Fit:
+        """Return the transform itself: of one branch, with the ReLU, if the ReLU makes the negative
+        branch dead.
+        """
+        # A frozen estimate is one number for all channels
+        if self.high is None or self.lmbda.numel() == 1 or bool((self.beta > 0).any()):
+            return self._two_branches()
+        return self._one_branch(self.high)
+
+    def _two_branches(self) -> Fit:
+        form = forms.TwoBranch(self.lmbda, self.gamma, self.beta)
+        return Fit("two branches", 0, torch.ones_like(self.sign), 0 * self.sign, [form])
+
+    def _one_branch(self, high: float) -> Fit:
+        is_logarithm = self.lmbda == 0
+        ratio = -self.beta / torch.where(self.gamma > 0, self.gamma, 1.0)
+        divisor = torch.where(is_logarithm, 1.0, self.lmbda)
+        # log(1 + h0), where h0 is the zero of the function
+        root = torch.where(is_logarithm, ratio, torch.log1p(self.lmbda * ratio) / divisor)
+        is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
+        to_u = torch.where(is_live, torch.exp(-root), 0.0)
+        scale = torch.where(is_live, self.gamma - self.lmbda * self.beta, 0.0)
+        near_0 = bool((self.lmbda.abs() < forms.SMALL_POWER).any())
+        if not near_0:
+            scale = scale / self.lmbda
+        fit = Fit(
+            "one branch",
+            0,
+            scale=to_u,
+            shift=torch.where(is_live, to_u, 1.0),
+            parts=[limits(1.0), OneBranch(self.lmbda, scale, near_0), limits(None, high)],
+            has_activation=True,
+        )
+        if high < INF:
+            return fit
+        # Without an upper limit the scale may go into the layer that follows
+        parts = [limits(1.0), OneBranch(self.lmbda, None, near_0)]
+        return replace(fit, parts=parts, after=scale)
+
+
+def _upper_limit(node: Node) -> float | None:
+    """Return the limit above of a function that is 0 below 0 and else the identity up to it; None
+    for others.
+    """
+    if node.target is ATEN.relu.default:
+        return INF
+    if node.target not in (ATEN.hardtanh.default, ATEN.clamp.default):
+        return None
+    _, low, high = arguments(node).values()
+    if low != 0 or isinstance(high, Node):
+        return None
+    return INF if high is None else high
+
+
+class OneBranch(nn.Module):
+    """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where this is 0 for all h <= 0.
+
+    It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function, and
+    gives scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0; what
+    surrounds it can do the rest.
+    """
+
+    lmbda: Tensor
+    scale: Tensor | None
+
+    def __init__(self, lmbda: Tensor, scale: Tensor | None, near_0: bool) -> None:
+        super().__init__()
+        self.near_0 = near_0
+        self.register_buffer("lmbda", lmbda.float())
+        self.register_buffer("scale", None if scale is None else scale.float())
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Transform (N, C, *)."""
+        log = torch.log(u)
+        exponent = log * forms.channel_view(self.lmbda, u)
+        y = forms.relative_growth(exponent) * log if self.near_0 else torch.exp(exponent) - 1.0
+        return y if self.scale is None else y * forms.channel_view(self.scale, u)
+
+
+def limits(low: float | None, high: float | None = None) -> nn.Module:
+    """Return limits by constants of the whole layer, which runtimes fuse into the convolution
+    before it.
+    """
+    return forms.FunctionModule(partial(torch.clamp, min=low, max=high))
+
+
+class Polynomial(nn.Module):
+    """p * (c1 + p * (c2 + ...)) per channel of (N, C, *), for a degree of 2 or more. Each
+    multiplication by constants with the addition that follows is a batch normalization, in
+    evaluation: one operation, which ONNX Runtime keeps in the layout of its convolutions.
+    """
+
+    def __init__(self, coefficients: Tensor) -> None:
+        """Keep (degree, C) coefficients of p, p^2, ..."""
+        super().__init__()
+        *lower, scale = coefficients.unbind(0)
+        self.steps = nn.ModuleList()
+        for shift in reversed(lower):
+            self.steps.append(forms.ConstantNorm(torch.zeros_like(scale), scale, shift))
+            scale = torch.ones_like(scale)
+
+    def to_convolutions(self) -> None:
+        """Make a depthwise convolution of each batch normalization, for which ONNX Runtime has
+        integer kernels in INT8. Degrees above 3 stay: of the 8 bits of each step little is left in
+        the end.
+        """
+        if len(self.steps) > 2:
+            return
+        norms = [step for step in self.steps if isinstance(step, forms.ConstantNorm)]
+        self.steps = nn.ModuleList(
+            forms.GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift) for norm in norms
+        )
+
+    def forward(self, p: Tensor) -> Tensor:
+        """Evaluate."""
+        y = p
+        for step in self.steps:
+            y = step(y) * p
+        return y

@@ -1,0 +1,202 @@
+"""ONNX models in less than 32 bits.
+
+What quantizers do by default destroys a converted network without a word: they put the power
+transform, whose channels differ in range a thousandfold, and group normalization on one 8-bit grid
+as well. Here convolutions, matrix products and what runtimes fuse with them are quantized, and
+elementwise operations with constants stay in float32; but for the steps of polynomials, whose
+channels share their limits, where the runtime has integer kernels for them.
+"""
+
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from retrofit.compare import ComparisonError, Reference
+from retrofit.export.onnx_file import Check, reported
+from retrofit.export.request import Request
+from retrofit.utils.files import termination_unwinds, writing
+
+TOLERANCES = {"float16": 0.02, "int8": 0.3}
+# Images: ONNX Runtime holds every value of the network in memory to take its range
+CALIBRATED_AT_ONCE = 4
+_LARGEST_HALF = 65504.0
+
+_QUANTIZED = ["Conv", "Gemm", "MatMul", "Mul", "Relu", "Clip", "Add", "Concat"]
+_QUANTIZED += ["MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean"]
+_ARITHMETIC = {"Sub", "Add", "Mul"}
+
+
+def narrowed(
+    request: Request, model: onnx.ModelProto, exported: torch.export.ExportedProgram
+) -> tuple[onnx.ModelProto, Check]:
+    """Return a model in the requested precision, and what it has to answer.
+
+    Raises:
+        RetrofitError: If ONNX Runtime cannot convert the model, or values overflow float16.
+    """
+    tolerance = request.tolerance or TOLERANCES[request.precision]
+    reference = Reference(request.network, request.unseen, tolerance=tolerance)
+    accept = "or raise `tolerance` if you can accept that"
+    if request.precision == "int8":
+        size = request.batch or CALIBRATED_AT_ONCE
+        batches = [images for call in request.fitted for images in call.args[0].split(size)]
+        narrow = to_int8(model, batches)
+        check = Check(reference, f"bake the network first, give other images, {accept}")
+    else:
+        check = Check(reference, f"use `fold='exact'`, keep float32, {accept}")
+        rounded = reference.compare(HalfRun(exported.module()))
+        if rounded.differs:
+            what = "float16, which ends at 65504, differs from PyTorch"
+            raise ComparisonError(rounded, what, check.advice)
+        narrow = to_float16(model)
+    narrow.producer_name = model.producer_name
+    narrow.producer_version = model.producer_version
+    return narrow, check
+
+
+def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:
+    """Quantize weights per channel and activations by their range over images, as QuantizeLinear
+    and DequantizeLinear. Weights take 7 bits of the 8: processors without VNNI add products of 8
+    and 8 bits in 16, and saturate.
+
+    Raises:
+        RetrofitError: If ONNX Runtime cannot quantize the model, or the temporary folder is full.
+    """
+    from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+
+    with (
+        reported("ONNX Runtime cannot quantize the model"),
+        writing(f"the temporary folder {tempfile.gettempdir()}, which TMPDIR names"),
+        termination_unwinds(),
+        tempfile.TemporaryDirectory(prefix="retrofit-") as folder,
+    ):
+        source = Path(folder) / "model.onnx"
+        target = Path(folder) / "int8.onnx"
+        feeds = iter([{"input": batch.float().cpu().numpy()} for batch in batches])
+        onnx.save_model(model, source)
+        quantize_static(
+            source,
+            target,
+            SimpleNamespace(get_next=lambda: next(feeds, None)),
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=_QUANTIZED,
+            nodes_to_exclude=_nodes_in_float(model.graph),
+            per_channel=True,
+            reduce_range=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+        return onnx.load(target)
+
+
+def _nodes_in_float(graph: onnx.GraphProto) -> list[str]:
+    """Name the nodes that stay in float32: additions of constants, means that belong to a
+    normalization, and products but those with a depthwise convolution of size 1, which
+    `Polynomial.to_convolutions` makes.
+    """
+    constants = {tensor.name for tensor in graph.initializer}
+    constants |= {node.output[0] for node in graph.node if node.op_type == "Constant"}
+    steps = _polynomial_steps(graph)
+    users = _operators_that_take(graph)
+
+    def stays(node: onnx.NodeProto) -> bool:
+        match node.op_type:
+            case "Add":
+                return not constants.isdisjoint(node.input)
+            case "Mul":
+                return steps.isdisjoint(node.input)
+            case "ReduceMean":
+                return not _ARITHMETIC.isdisjoint(users[node.output[0]])
+        return False
+
+    return [node.name for node in graph.node if stays(node)]
+
+
+def _operators_that_take(graph: onnx.GraphProto) -> dict[str, set[str]]:
+    users: dict[str, set[str]] = defaultdict(set)
+    for node in graph.node:
+        for name in node.input:
+            users[name].add(node.op_type)
+    return users
+
+
+def _polynomial_steps(graph: onnx.GraphProto) -> set[str]:
+    """Return the outputs of depthwise convolutions of size 1."""
+    sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
+    steps = set()
+    for node in graph.node:
+        groups = [attribute.i for attribute in node.attribute if attribute.name == "group"]
+        is_grouped = node.op_type == "Conv" and bool(groups) and groups[0] > 1
+        if is_grouped and sizes.get(node.input[1]) == groups[0]:
+            steps.add(node.output[0])
+    return steps
+
+
+def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Convert weights and arithmetic to float16 by ONNX Runtime's converter; input and output stay
+    float32. Two errors that it makes beside operations that stay in float32 (Max, TopK) are mended.
+
+    Raises:
+        RetrofitError: If the converter cannot convert the model.
+    """
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    constants = {tensor.name for tensor in model.graph.initializer}
+    # The converter would take the constants for some in float16
+    for value in [value for value in model.graph.value_info if value.name in constants]:
+        model.graph.value_info.remove(value)
+    with reported("the model cannot be converted to float16"):
+        half = convert_float_to_float16(model, keep_io_types=True)
+        outputs: set[str] = set()
+        for node in list(half.graph.node):
+            # It casts a value for each node that reads it, under one name
+            if node.output[0] in outputs:
+                half.graph.node.remove(node)
+            outputs.add(node.output[0])
+        ordered = onnx_ir.from_proto(half)
+        # It appends its casts
+        ordered.graph.sort()
+        return onnx_ir.to_proto(ordered)
+
+
+class HalfRun(fx.Interpreter):
+    """A run of an exported program in which each operation takes and gives float16.
+
+    ONNX Runtime's CPU provider has no float16 and computes in float32 between most nodes, where
+    nothing overflows that does on a GPU. Here the result of each operation is rounded, as of
+    hardware that accumulates in float32.
+    """
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """Return the arguments of a node, numbers as ONNX Runtime's converter writes them."""
+        return tree_map_only(float, _as_half, super().fetch_args_kwargs_from_env(n))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Compute the value of a node, and round it."""
+        return tree_map_only(Tensor, _rounded_to_half, super().run_node(n))
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program."""
+        return self.run(*tree_leaves((args, kwargs)))
+
+
+def _as_half(value: float) -> float:
+    if not math.isfinite(value):
+        return value
+    return float(np.float16(np.clip(value, -_LARGEST_HALF, _LARGEST_HALF)))
+
+
+def _rounded_to_half(value: Tensor) -> Tensor:
+    return value.half().float() if value.dtype == torch.float32 else value

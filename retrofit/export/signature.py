@@ -1,0 +1,158 @@
+"""What a captured network takes: another call is refused in one line that says what to do."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from retrofit.errors import RetrofitError
+from retrofit.inputs import Call
+from retrofit.utils.text import one_line, shown
+
+# torch's name of the conditions that it captured a network under
+GUARDS = "_guards_fn"
+_AGAIN = "fold it again with example `inputs` like those of this call"
+
+
+def refuse_other_calls(module: fx.GraphModule, call: Call) -> None:
+    """Let a captured module raise RetrofitError for calls that are not like the captured one.
+
+    What compiles or exports the module traces torch's own conditions instead.
+    """
+    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
+    nodes = module.graph.find_nodes(op="placeholder")
+    arguments = {
+        str(node.target): TensorArgument.of(node, leaf) if isinstance(leaf, Tensor) else leaf
+        for node, leaf in zip(nodes, leaves, strict=True)
+    }
+    signature = Signature(structure, list(arguments), list(call.kwargs))
+    module.register_forward_pre_hook(signature, prepend=True, with_kwargs=True)
+    if hasattr(module, GUARDS):
+        guards = Guards(getattr(module, GUARDS), arguments, call)
+        setattr(module, GUARDS, guards)
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor that a captured network takes."""
+
+    name: str
+    dtype: torch.dtype
+    # None where the size may vary
+    sizes: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node, example: Tensor) -> "TensorArgument":
+        """Read the sizes that are fixed from the captured graph."""
+        sizes = [size if isinstance(size, int) else None for size in node.meta["val"].shape]
+        return cls(str(node.target), example.dtype, tuple(sizes))
+
+    def check(self, value: Tensor, network: Tensor, is_only_one: bool) -> None:
+        """Raise RetrofitError if another device, type, rank or size is passed than that of the
+        `network`'s numbers, or the captured one.
+        """
+        device = network.device
+        if value.device != device:
+            raise self._refusal(device, value.device, f"move it with `.to('{device}')`")
+        is_float = self.dtype.is_floating_point
+        dtype = network.dtype if is_float else self.dtype
+        is_cast = is_float and torch.is_autocast_enabled(device.type)
+        if value.dtype != dtype and not is_cast:
+            raise self._refusal(dtype, value.dtype, f"convert it with `.to({dtype})`")
+        sizes = tuple(value.shape)
+        if not self._takes(sizes):
+            advice = self._advice(sizes, is_only_one)
+            raise self._refusal(_product(self.sizes), _product(sizes), advice)
+
+    def _takes(self, sizes: tuple[int, ...]) -> bool:
+        if len(sizes) != len(self.sizes):
+            return False
+        pairs = zip(self.sizes, sizes, strict=True)
+        return all(expected in (None, size) for expected, size in pairs)
+
+    def _advice(self, sizes: tuple[int, ...], is_only_one: bool) -> str:
+        if not is_only_one or len(sizes) != len(self.sizes):
+            return _AGAIN
+        if sizes[1:] == self.sizes[1:]:
+            return f"fold it again without `batch`, or with `batch={sizes[0]}`"
+        advice = f"fold it again with `input_size={sizes[1:]}`"
+        is_image = len(sizes) > 2 and sizes[1] == self.sizes[1]
+        return f"{advice}, or with `dynamic_size=True`" if is_image else advice
+
+    def _refusal(self, expected: Any, passed: Any, advice: str) -> RetrofitError:
+        what = f"the folded network takes `{self.name}` of {expected}, not of {passed}"
+        return RetrofitError(f"{what}; {advice}")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The structure of the arguments that a network was captured with: a hook before its calls."""
+
+    structure: TreeSpec
+    names: list[str]
+    keywords: list[str]
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise RetrofitError if a call passes other arguments."""
+        if torch.compiler.is_compiling():
+            return
+        if set(kwargs) == set(self.keywords):
+            kwargs = {name: kwargs[name] for name in self.keywords}
+        _, structure = tree_flatten((args, kwargs))
+        if structure != self.structure:
+            known = ", ".join(f"`{name}`" for name in self.names)
+            raise RetrofitError(
+                "the folded network takes exactly the arguments that it was captured with, "
+                f"{known}; {_AGAIN}"
+            )
+
+
+class Guards(nn.Module):
+    """The arguments that a network was captured with, and torch's other conditions, as equal sizes
+    of two of them: a node of the captured graph, which takes all arguments.
+    """
+
+    network: Tensor
+
+    def __init__(self, conditions: nn.Module, arguments: Mapping[str, Any], call: Call) -> None:
+        super().__init__()
+        self.conditions = conditions
+        self.arguments = arguments
+        # Moves with the network, and is of its precision
+        device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
+        numbers = torch.empty(0, dtype=torch.float32, device=device)
+        self.register_buffer("network", numbers, persistent=False)
+
+    def forward(self, *values: Any) -> None:
+        """Raise RetrofitError if other arguments are passed."""
+        if torch.compiler.is_compiling():
+            self.conditions(*values)
+            return
+        for (name, expected), value in zip(self.arguments.items(), values, strict=True):
+            if isinstance(expected, TensorArgument) and isinstance(value, Tensor):
+                expected.check(value, self.network, is_only_one=len(values) == 1)
+            elif type(value) is not type(expected) or value != expected:
+                raise RetrofitError(
+                    f"the folded network was captured with {_in_words(expected)} as `{name}`, not "
+                    f"{_in_words(value)}; {_AGAIN}"
+                )
+        try:
+            self.conditions(*values)
+        except AssertionError as error:
+            raise RetrofitError(
+                "the folded network was captured under a condition that this call does not meet "
+                f"({one_line(error)}); {_AGAIN}"
+            ) from error
+
+
+def _in_words(argument: Any) -> str:
+    return "a tensor" if isinstance(argument, Tensor | TensorArgument) else shown(argument)
+
+
+def _product(sizes: tuple[int | None, ...]) -> str:
+    """Return "Nx3x32x32": sizes in words, N for one that may vary."""
+    words = ["N" if size is None else str(size) for size in sizes]
+    return "x".join(words) or "no dimension"
