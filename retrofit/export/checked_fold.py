@@ -63,7 +63,7 @@ def checked_fold(request: Request) -> FoldedNetwork:
         fold_program(program, fits)
     comparison = reference.compare(program.module)
     if comparison.differs:
-        raise ComparisonError(comparison, *_difference(request))
+        raise ComparisonError(comparison, *_difference(request, program))
     return FoldedNetwork(program, _folded_layers(program, fits), reference, comparison)
 
 
@@ -126,7 +126,7 @@ def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLa
     )
 
 
-def _difference(request: Request) -> tuple[str, str]:
+def _difference(request: Request, program: Program) -> tuple[str, str]:
     """Return in words what differs, and what to do about it."""
     accept = "or raise `tolerance` if you can accept that"
     approximation = "the approximation differs from the given network"
@@ -134,7 +134,16 @@ def _difference(request: Request) -> tuple[str, str]:
         return approximation, f"leave out `freeze_lambda`, {accept}"
     if request.degree is not None:
         return approximation, f"raise `degree` or leave it out, {accept}"
-    return "the folded network differs from the given one", REPORT_IT
+    different = "the folded network differs from the given one"
+    if not program.note and _quantizes(program):
+        advice = "it quantizes its values, and a rounding error may move one by a step"
+        return different, f"{advice}: fold it before `prepare_qat`, {accept}"
+    return different, REPORT_IT
+
+
+def _quantizes(program: Program) -> bool:
+    """Return whether a captured network rounds to steps, as in quantization-aware training."""
+    return any("fake_quant" in str(node.target) for node in program.module.graph.nodes)
 
 
 def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
