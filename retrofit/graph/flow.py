@@ -69,12 +69,15 @@ class Flow:
 
     In its graph norms, activations, dropouts and what fx cannot enter are single nodes. `modules`
     has the module that each call_module node calls, `steps` the kind of each node; `places`,
-    `variables` and `size` are as `Tracer`'s.
+    `variables`, `returned` and `size` are as `Tracer`'s.
     """
 
     def __init__(self, trace: Tracer, flows: "Flows") -> None:
         self.module, self.graph = trace.root, trace.graph
-        self.places, self.variables, self.size = trace.places, trace.variables, trace.size
+        self.places = trace.places
+        self.variables = trace.variables
+        self.returned = trace.returned
+        self.size = trace.size
         # empty for the model itself
         self.name = flows.names[self.module]
         self._flows = flows
@@ -105,6 +108,33 @@ class Flow:
         for user in self.consumers(node):
             after += self.after(user) if self.steps[user] == "same" else [user]
         return after
+
+    def channels_after(self, node: fx.Node, dim: int = 1) -> list[tuple[fx.Node, int]]:
+        """The consumers of `node`, past dropouts, identities and steps that move whole channels.
+
+        Args:
+            node: A node whose value has its channels in dimension `dim`.
+            dim: The dimension, from the front or from the end.
+
+        Returns:
+            Each consumer, and the dimension of the channels of what it takes.
+        """
+        after: list[tuple[fx.Node, int]] = []
+        for user in self.consumers(node):
+            moved = dim if self.steps[user] == "same" else moved_channels(user, dim)
+            if moved is None:
+                after.append((user, dim))
+            else:
+                after += self.channels_after(user, moved)
+        return after
+
+    def norm_before(self, node: fx.Node) -> fx.Node | None:
+        """The call of a norm whose whole channels an activation takes."""
+        source = self.before(node, ("same", "shape"))
+        if source is None or self.steps[source] != "norm":
+            return None
+        takes_channels = any(user is node for user, _ in self.channels_after(source))
+        return source if takes_channels else None
 
     def describe(self, node: fx.Node) -> str:
         """Words for a node: a module's class and name, or a function's name."""
@@ -193,29 +223,105 @@ class Flow:
 
 
 def _call_step(node: fx.Node) -> str:
+    """The kind of step that a call of a function or of a tensor's method is."""
     name = call_name(node)
     kind = _KIND_OF.get(name, "call")
     if name == "getattr":
-        return "metadata" if _KIND_OF.get(str(node.args[1])) == "metadata" else "call"
+        is_metadata = _KIND_OF.get(str(node.args[1])) == "metadata"
+        return "metadata" if is_metadata else "call"
     if kind != "metadata" and kinds.function_module(node) is not None:
         return "activation"
-    second = (
-        node.args[1]
-        if len(node.args) > 1
-        else node.kwargs.get("output_size", node.kwargs.get("dim"))
-    )
     if kind == "pool":
-        return _pool_step(second)
+        return _pool_step(_second_argument(node, "output_size"))
     if name == "mean":
-        dims = second if isinstance(second, (tuple, list)) else (second,)
-        return "pool" if all(isinstance(dim, int) and dim != 1 for dim in dims) else "call"
-    tensors = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
-    return "constant" if kind in ("addition", "product") and len(tensors) < 2 else kind
+        return _mean_step(_second_argument(node, "dim"))
+    if kind in ("addition", "product"):
+        values = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
+        return kind if len(values) > 1 else "constant"
+    return kind
+
+
+def _second_argument(node: fx.Node, name: str) -> Any:
+    return node.args[1] if len(node.args) > 1 else node.kwargs.get(name)
+
+
+def _mean_step(dims: Any) -> str:
+    """A mean is a pooling where it leaves the channels."""
+    each = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return "pool" if all(isinstance(dim, int) and dim != 1 for dim in each) else "call"
 
 
 def _pool_step(output_size: Any) -> str:
     sizes = output_size if isinstance(output_size, (tuple, list)) else (output_size,)
     return "pool" if all(size == 1 for size in sizes) else "window"
+
+
+def moved_channels(node: fx.Node, dim: int) -> int | None:
+    """Return where a step puts the channels that it takes in dimension `dim`.
+
+    None says that the step does not move whole channels, or that it is unknown where to.
+    """
+    name = call_name(node)
+    args = node.args[1:]
+    if name in ("transpose", "swapaxes", "swapdims", "movedim"):
+        return _transposed(args, dim, both_ways=name != "movedim")
+    if name == "permute":
+        return _permuted(args, dim)
+    # Dimensions behind the channels, which stay where they are.
+    behind = dim == 1 and bool(args) and isinstance(args[0], int) and args[0] > 1
+    if name in {"flatten", "unsqueeze"}:
+        return dim if behind else None
+    if name in ("view", "reshape"):
+        return dim if dim == 1 and _keeps_two(node) else None
+    return None
+
+
+def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
+    if len(dims) != 2 or not all(isinstance(each, int) for each in dims):
+        return None
+    first, second = dims
+    if dim == first:
+        return int(second)
+    if dim == second and both_ways:
+        return int(first)
+    # One counted from the front and one from the end may be the same.
+    apart = both_ways and all((each < 0) == (dim < 0) for each in dims)
+    return dim if apart else None
+
+
+def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
+    order = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if not order or not all(isinstance(each, int) for each in order):
+        return None
+    rank = len(order)
+    moved = [each % rank for each in order].index(dim % rank)
+    return -1 if moved == rank - 1 else moved
+
+
+def _keeps_two(node: fx.Node) -> bool:
+    """Whether a reshaping keeps the first two sizes of what it takes: images and channels."""
+    sizes = node.args[1:]
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = tuple(sizes[0])
+    if len(sizes) < 2:
+        return False
+    return all(_is_size(size, node.args[0], dim) for dim, size in enumerate(sizes[:2]))
+
+
+def _is_size(size: Any, value: Any, dim: int) -> bool:
+    """Whether a node is the size of a value's dimension: `x.size(dim)`, or `x.shape[dim]`."""
+    if not isinstance(size, fx.Node):
+        return False
+    if call_name(size) == "size":
+        return size.args == (value, dim)
+    if call_name(size) != "getitem" or size.args[1] != dim:
+        return False
+    shape = size.args[0]
+    if not isinstance(shape, fx.Node):
+        return False
+    if call_name(shape) == "getattr":
+        return shape.args == (value, "shape")
+    return call_name(shape) == "size" and shape.args == (value,)
 
 
 class Flows:

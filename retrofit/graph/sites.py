@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Literal, NamedTuple
 
 from torch import fx, nn
@@ -13,29 +14,33 @@ from torch import fx, nn
 from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows, call_name
 from retrofit.graph.trace import Place, callee
+from retrofit.utils.text import shortlist
 
 
 @dataclass(frozen=True)
 class Activation:
-    """The activation that directly follows a norm."""
+    """The activation that directly follows a norm.
 
-    # "fused": the norm's own `.act`; "module": a child that is called at this place only, and may
-    # be replaced; "call": one of several calls of a module, or a functional call, for which the
-    # block's code has to be rewritten
+    Attributes:
+        kind: "fused": the norm's own `.act`; "module": a child that is called at this place only,
+            and may be replaced; "call": one of several calls of a module, or a functional call, for
+            which the block's code has to be rewritten.
+        name: Dotted name of the module; for calls followed by `#` and the number of the call.
+        module: The module; for functional calls a fresh one, not in place.
+        owner: Dotted name of the block that makes the call.
+        place: Where the block makes it; None for "fused".
+        selector: For one of several norms that the call follows, as in a loop: the expression that
+            is the norm there, or a block that ends in it, and its name in the block.
+        channel_dim: The dimension of the norm's channels in what the activation takes, 1 or -1.
+    """
+
     kind: Literal["fused", "module", "call"]
-    # dotted name of the module; for calls followed by `#` and the number of the call
     name: str
-    module: nn.Module = field(
-        compare=False, repr=False
-    )  # for functional calls a fresh one, not in place
-    # dotted name of the block that makes the call
+    module: nn.Module = field(compare=False, repr=False)
     owner: str = ""
-    place: Place | None = field(
-        default=None, repr=False
-    )  # where the block makes it; None for "fused"
-    # For one of several norms that the call follows, as in a loop: the expression that is the norm
-    # there, and its name in the block
+    place: Place | None = field(default=None, repr=False)
     selector: tuple[str, str] | None = None
+    channel_dim: int = 1
 
     @property
     def type(self) -> str:
@@ -45,28 +50,29 @@ class Activation:
 
 @dataclass(frozen=True)
 class Site:
-    """One place in the model's code that calls a norm."""
+    """One place in the model's code that calls a norm.
 
-    # its dotted name
+    Attributes:
+        norm: Its dotted name.
+        owner_type: Class name of the module whose code makes the call.
+        place: Which of the places that call the norm it is.
+        places: How many there are.
+        activation: The one that directly follows on every call.
+        reason: Why there is none.
+        last_before_pool: Whether the activation (the norm, if none) is the last before the final
+            mean pooling.
+        in_squeeze_excite: Whether the norm works on pooled values that go on to multiply other
+            features.
+    """
+
     norm: str
-    # class name of the module whose code makes the call
     owner_type: str
-    # which of the places that call the norm it is
     place: int
-    # how many there are
     places: int
-    # the one that directly follows on every call
     activation: Activation | None
-    # why there is none
     reason: str
-    last_before_pool: (
-        # whether the activation (the norm, if none) is the last before the final mean pooling
-        bool
-    )
-    in_squeeze_excite: (
-        # whether the norm works on pooled values that go on to multiply other features
-        bool
-    )
+    last_before_pool: bool
+    in_squeeze_excite: bool
 
 
 class UnmatchedActivation(NamedTuple):
@@ -85,8 +91,18 @@ class Sites:
 
     sites: list[Site]
     unmatched: list[UnmatchedActivation]
-    # names of the norms that no trace shows, with the reason
+    # Names of the norms that no trace shows, with the reason.
     uncovered: dict[str, str]
+    # Names of the modules that could not be traced, and the cause.
+    untraced: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def hindrance(self) -> str:
+        """What kept the network from being traced whole, in a phrase; empty if nothing did."""
+        if not self.untraced:
+            return ""
+        cause = next(iter(self.untraced.values()))
+        return f"{shortlist([*self.untraced])} cannot be traced ({cause})"
 
 
 def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> Sites:
@@ -106,6 +122,7 @@ def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is
             for m, n in search.names.items()
             if is_norm(m) and m not in covered
         },
+        untraced={search.label(module): cause for module, cause in search.failures.items()},
     )
 
 
@@ -157,7 +174,7 @@ class _Search(Flows):
         followers = {self._follower(*step) for step in self.norms[norm]}
         if len(followers) > 1:
             return None, "followed by different layers on different calls"
-        place, reason = followers.pop()
+        place, channel_dim, reason = followers.pop()
         if place is None:
             return None, reason
         selector = None
@@ -166,60 +183,65 @@ class _Search(Flows):
             if selector is None:
                 return None, "the call of its activation follows other layers too"
         flow, node = self.acts[place][0]
-        kind: Literal["module", "call"] = (
-            "module" if selector is None and self._is_own(place.target) else "call"
+        is_child = selector is None and self._is_own(place.target)
+        activation = Activation(
+            "module" if is_child else "call",
+            self._name(place),
+            flow.activation(node),
+            self.names[place.owner],
+            place,
+            selector,
+            channel_dim,
         )
-        return Activation(
-            kind, self._name(place), flow.activation(node), self.names[place.owner], place, selector
-        ), ""
+        return activation, ""
 
-    def _follower(self, flow: Flow, node: fx.Node) -> tuple[Place | None, str]:
-        users = flow.after(node)
+    def _follower(self, flow: Flow, node: fx.Node) -> tuple[Place | None, int, str]:
+        """Return the activation that takes all of a norm's channels, and their dimension in what it
+        takes; or why there is none.
+        """
+        users = flow.channels_after(node)
         if len(users) != 1:
-            return (
-                None,
-                f"output used {len(users)} times: {', '.join(map(flow.describe, users))}".rstrip(
-                    ": "
-                ),
-            )
-        kind, said = flow.steps[users[0]], flow.describe(users[0])
+            takers = ", ".join(flow.describe(user) for user, _ in users)
+            return None, 1, f"output used {len(users)} times: {takers}".rstrip(": ")
+        user, dim = users[0]
+        kind = flow.steps[user]
+        words = flow.describe(user)
         if kind == "output":
-            return (
-                None,
-                f"output of {flow.name}, which is traced on its own"
-                if flow.name
-                else "model output",
-            )
-        if kind == "activation" and flow.before(users[0]) is node:
-            return (
-                (None, f"feeds a gate: {said}")
-                if flow.is_gate(users[0])
-                else (flow.places[users[0]], "")
-            )
-        return None, "residual addition" if kind == "addition" else f"feeds {said}"
+            outside = f"output of {flow.name}, which is traced on its own"
+            return None, 1, outside if flow.name else "model output"
+        if kind != "activation" or flow.norm_before(user) is not node:
+            return None, 1, "residual addition" if kind == "addition" else f"feeds {words}"
+        if flow.is_gate(user):
+            return None, 1, f"feeds a gate: {words}"
+        channel_dim = _first_or_last(dim, flow.modules[node])
+        if channel_dim is None:
+            return None, 1, f"feeds {words}, with the channels in dimension {dim}"
+        return flow.places[user], channel_dim, ""
 
     def _selector(self, norm: Place, activation: Place) -> tuple[str, str] | None:
-        """What tells which norm it is where an activation of several norms is called: the
-        expression that is called in the norm's place, and the norm's name. None if the expression
-        is not the norm before on every call.
+        """What tells which norm it is where an activation of several norms is called.
+
+        Returns:
+            The expression in the activation's code that calls the norm, or a block that returns what
+            the norm does, and the name of the norm or block. None if the expression is not what was
+            called on every call.
         """
-        name = {module: name for name, module in activation.owner.named_modules()}.get(norm.target)
-        if (
-            name is None
-            or norm.code is None
-            or norm.code != activation.code
-            or isinstance(norm.at, str)
-        ):
+        code = activation.code
+        calls = [_call_in(code, *step) for step in self.norms[norm]]
+        if code is None or calls[0] is None or any(call != calls[0] for call in calls):
             return None
-        expression = callee(norm.code, norm.at)
-        before: list[Any] = [_norm_before(*step) for step in self.acts[activation]]
-        # such as no norm before, or a name that is not bound there
+        name = {m: name for name, m in activation.owner.named_modules()}.get(calls[0].target)
+        if name is None or isinstance(calls[0].at, str):
+            return None
+        expression = callee(code, calls[0].at)
+        # Such as no norm before, or a name that is not bound there.
         with suppress(Exception):
-            called = [
-                eval(expression, *flow.variables[node]) for flow, node in self.acts[activation]
-            ]
-            if all(one is place.target for one, place in zip(called, before, strict=True)):
-                return expression, name
+            for flow, node in self.acts[activation]:
+                source: Any = flow.norm_before(node)
+                before: Any = _call_in(code, flow, source)
+                if eval(expression, *flow.variables[node]) is not before.target:
+                    return None
+            return expression, name
         return None
 
     def _name(self, place: Place) -> str:
@@ -276,13 +298,18 @@ class _Search(Flows):
             return f"after a {'residual ' * (kind == 'addition')}{kind}"
         return f"no norm before it: fed by {flow.describe(source)}"
 
+    def label(self, module: nn.Module) -> str:
+        """A module's class and name."""
+        return f"{type(module).__name__} {self.names[module]}".rstrip()
+
     def why_unseen(self, module: nn.Module) -> str:
         if not (name := self.names[module]):
             return "it is the whole model"
         modules = {name: module for module, name in self.names.items()}
         while name:
             name = name.rpartition(".")[0]
-            holder, label = modules[name], f"{type(modules[name]).__name__} {name}".rstrip()
+            holder = modules[name]
+            label = self.label(holder)
             if holder not in self.traceable:
                 return f"{label} holds none of the norms asked for"
             if holder in self.failures:
@@ -294,8 +321,23 @@ class _Search(Flows):
 
 def _norm_before(flow: Flow, node: fx.Node) -> Place | None:
     """The place of the norm whose output an activation takes."""
-    source = flow.before(node)
-    return flow.places[source] if source is not None and flow.steps[source] == "norm" else None
+    norm = flow.norm_before(node)
+    return None if norm is None else flow.places[norm]
+
+
+def _call_in(code: CodeType | None, flow: Flow, norm: fx.Node) -> Place | None:
+    """The call that a function makes of a norm, or of a block that returns what the norm does."""
+    calls = [flow.places[norm], *flow.returned.get(norm, [])]
+    return next((call for call in calls if call.code == code), None)
+
+
+def _first_or_last(dim: int, norm: nn.Module) -> int | None:
+    """The dimension of the channels as 1 or -1; None if they lie between others."""
+    if dim in (1, -1):
+        return dim
+    ranks = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
+    rank = next((rank for cls, rank in ranks.items() if isinstance(norm, cls)), None)
+    return -1 if rank is not None and dim == rank - 1 else None
 
 
 def _fused_activation(norm: nn.Module) -> nn.Module | None:

@@ -12,9 +12,10 @@ import inspect
 import sys
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import islice
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -24,13 +25,12 @@ from retrofit.graph import kinds
 from retrofit.utils.running import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
-_ANNOTATIONS = (
-    annotations.compiler_flag
-)  # `from __future__ import annotations` in an earlier cell of a notebook
+# Of `from __future__ import annotations`, which may stand in an earlier cell of a notebook.
+_ANNOTATIONS = annotations.compiler_flag
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# on one path, of which a block then has 64 at most
+# On one path, of which a block then has 64 at most.
 _CONDITIONS = 6
-# stand for a value that the code under trace turns into a number
+# Stand for a value that the code under trace turns into a number.
 _SIZES = (64, 63)
 _MACHINERY = (
     "torch.fx.",
@@ -43,18 +43,21 @@ _MACHINERY = (
 
 
 class Place(NamedTuple):
-    """A call's place in the code."""
+    """A call's place in the code.
 
-    # whose method makes the call
+    Attributes:
+        owner: The module whose method makes the call.
+        target: The called module or function, or the name of a tensor's method.
+        code: The function that makes the call; None in an fx.GraphModule, whose code follows its
+            graph.
+        at: Where in it the call ends, line and column; or the name of a Sequential's entry, or of a
+            graph's node.
+    """
+
     owner: nn.Module
-    # the called module, function, or name of a tensor's method
     target: Any
-    code: (
-        CodeType | None
-    )  # the function that makes the call; None in an fx.GraphModule, whose code follows its graph
-    at: (
-        tuple[int, int] | str
-    )  # where in it the call ends; the name of a Sequential's entry, or of a graph's node
+    code: CodeType | None
+    at: tuple[int, int] | str
 
 
 class _Value(fx.Proxy):
@@ -70,8 +73,11 @@ class _Value(fx.Proxy):
 
 class Tracer(fx.Tracer):
     """fx's tracer with timm's leaves, buffers as nodes, defaults for optional arguments, and no
-    hooks run. `decisions` are the outcomes of the first conditions on values that the code under
-    trace meets.
+    hooks run.
+
+    Args:
+        is_leaf: Whether a module's call is one node.
+        decisions: Outcomes of the first conditions on values that the code under trace meets.
     """
 
     proxy_buffer_attributes = True
@@ -80,22 +86,22 @@ class Tracer(fx.Tracer):
         self, is_leaf: Callable[[nn.Module], bool], decisions: tuple[bool, ...] = ()
     ) -> None:
         super().__init__(autowrap_functions=kinds.wrapped_functions())
-        self.is_leaf, self.decisions = is_leaf, decisions
-        # of every call of a module or an activation
+        self.is_leaf = is_leaf
+        self.decisions = decisions
+        # Where each call of a module or an activation is made.
         self.places: dict[fx.Node, Place] = {}
-        # Globals of the function that makes such a call, and its locals that are no values under
-        # trace
+        # Where the modules are called that return a node's value, the innermost first; the node's
+        # own module is not among them.
+        self.returned: dict[fx.Node, list[Place]] = defaultdict(list)
+        # Of the function that makes a call: its globals, and its locals that are no values under
+        # trace.
         self.variables: dict[fx.Node, tuple[dict[str, Any], dict[str, Any]]] = {}
-        # on values, met so far
+        # How many conditions on values were met so far.
         self.conditions = 0
-        self.others: list[
-            tuple[bool, ...]
-            # the decisions that lead to the paths that branch off this one
-        ] = []
-        self.size: int | None = (
-            # what values are that the code turned into numbers, if there are any
-            None
-        )
+        # The decisions that lead to the paths that branch off this one.
+        self.others: list[tuple[bool, ...]] = []
+        # What values are that the code turned into numbers, if there are any.
+        self.size: int | None = None
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
@@ -115,68 +121,94 @@ class Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        return super().call_module(
-            m, m.forward, args, kwargs
-        )  # without its hooks, which expect tensors
+        # `m.forward` runs no hooks, which expect tensors.
+        value = super().call_module(m, m.forward, args, kwargs)
+        if isinstance(value, fx.Proxy) and value.node.target != self.path_of_module(m):
+            self.returned[value.node].append(self._place(m, _callers()))
+        return value
 
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any
     ) -> fx.Node:
-        """Create a node and note its place: where the code under trace, not fx or torch, makes the
-        call.
+        """Create a node, and note where the code under trace makes the call of a module or an
+        activation.
         """
         node = super().create_node(kind, target, args, kwargs, *rest, **options)
         if kind == "call_module":
             target = self.root.get_submodule(target)
         elif kinds.function_module(node) is None:
             return node
-        frames = [
-            frame for frame, _ in traceback.walk_stack(sys._getframe())
-        ]  # the innermost first
-        callers = [f for f in frames if not f.f_globals.get("__name__", "").startswith(_MACHINERY)]
-        caller, code = callers[0], callers[0].f_code
-        firsts = (
-            frame.f_locals.get(frame.f_code.co_varnames[0])
-            for frame in callers
-            if frame.f_code.co_argcount
-        )
-        owner = next(first for first in firsts if isinstance(first, nn.Module))
-        if isinstance(owner, fx.GraphModule):
-            after = (step for step in dis.get_instructions(code) if step.offset > caller.f_lasti)
-            name = next(step.argval for step in after if step.opname == "STORE_FAST")
-            self.places[node] = Place(owner, target, None, name)
-        elif (
-            code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward
-        ):
-            entries = [name for name, entry in owner._modules.items() if entry is target]
-            before = sum(
-                (place.owner, place.target) == (owner, target) for place in self.places.values()
-            )
-            self.places[node] = Place(owner, target, code, entries[before % len(entries)])
-        else:
-            _, line, _, column = next(islice(code.co_positions(), caller.f_lasti // 2, None))
-            self.places[node] = Place(owner, target, code, (line or 0, column or 0))
-        constants = {
-            name: value
-            for name, value in caller.f_locals.items()
-            if not isinstance(value, fx.Proxy)
-        }
-        self.variables[node] = caller.f_globals, constants
+        callers = _callers()
+        self.places[node] = self._place(target, callers)
+        variables = callers[0].f_locals.items()
+        constants = {name: value for name, value in variables if not isinstance(value, fx.Proxy)}
+        self.variables[node] = callers[0].f_globals, constants
         return node
+
+    def _place(self, target: Any, callers: list[FrameType]) -> Place:
+        """Return the place of the call that the innermost of some functions makes now."""
+        caller = callers[0]
+        code = caller.f_code
+        owner = _owner(callers)
+        if isinstance(owner, fx.GraphModule):
+            return Place(owner, target, None, _assigned_name(caller))
+        if code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
+            return Place(owner, target, code, self._entry(owner, target))
+        _, line, _, column = next(islice(code.co_positions(), caller.f_lasti // 2, None))
+        return Place(owner, target, code, (line or 0, column or 0))
+
+    def _entry(self, sequence: nn.Module, module: nn.Module) -> str:
+        """Return the name of a Sequential's entry that is called; it may hold a module twice."""
+        entries = [name for name, entry in sequence._modules.items() if entry is module]
+        places = self.places.values()
+        calls = sum((place.owner, place.target) == (sequence, module) for place in places)
+        return entries[calls % len(entries)]
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        # placeholders for the required arguments; optional ones take their default and variadic
-        # ones are empty
+        """Return a method and placeholders for its required arguments.
+
+        Optional arguments take their default and variadic ones are empty; a method that takes
+        nothing else than `*inputs` gets one.
+        """
         signature = inspect.signature(root_fn)
         bound = signature.bind_partial(self.root)
-        for parameter in list(signature.parameters.values())[1:]:
+        parameters = list(signature.parameters.values())[1:]
+        for parameter in parameters:
             if parameter.default is parameter.empty and parameter.kind not in VARIADIC:
-                bound.arguments[parameter.name] = self.create_proxy(
-                    "placeholder", parameter.name, (), {}
-                )
-        return functools.partial(root_fn, **bound.kwargs), list(bound.args)
+                value = self.create_proxy("placeholder", parameter.name, (), {})
+                bound.arguments[parameter.name] = value
+        if parameters and all(parameter.kind in VARIADIC for parameter in parameters):
+            value = self.create_proxy("placeholder", parameters[0].name, (), {})
+            if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+                bound.arguments[parameters[0].name] = (value,)
+
+        # A function and no `functools.partial`, whose annotations torch.fx reads up to torch 2.9.
+        def run(*args: Any) -> Any:
+            return root_fn(*args, **bound.kwargs)
+
+        return run, list(bound.args)
+
+
+def _callers() -> list[FrameType]:
+    """Return the functions that run, the innermost first, but for those of fx and torch."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return [f for f in frames if not f.f_globals.get("__name__", "").startswith(_MACHINERY)]
+
+
+def _owner(callers: list[FrameType]) -> nn.Module:
+    """Return the module whose method, or a function that the method calls, is the innermost."""
+    methods = (frame for frame in callers if frame.f_code.co_argcount)
+    firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in methods)
+    return next(first for first in firsts if isinstance(first, nn.Module))
+
+
+def _assigned_name(caller: FrameType) -> str:
+    """Return the name that a graph's code gives to what the current call returns: its node's."""
+    steps = dis.get_instructions(caller.f_code)
+    after = (step for step in steps if step.offset > caller.f_lasti)
+    return str(next(step.argval for step in after if step.opname == "STORE_FAST"))
 
 
 def traced(

@@ -143,6 +143,7 @@ class BatchIndependentConverter(Converter):
                 own = {
                     **row.options,
                     "norm": norm,
+                    "channel_dim": site.activation.channel_dim,
                     "strength": 0.0,
                     "device": device,
                     "dtype": dtype,
