@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Status = Literal["converted", "kept", "unsupported", "left"]
 
+# How many reasons a sentence lists.
+_REASONS = 3
 _FATES = {
     "kept": "(kept)",
     "unsupported": "(not supported)",
@@ -125,7 +127,10 @@ class Plan:
         left = Counter(row.reason for row in rows if row.status == "left")
         if not left:
             return ""
-        why = "; ".join(f"{count}: {reason}" for reason, count in left.most_common())
+        reasons = left.most_common(_REASONS)
+        why = "; ".join(f"{count}: {reason}" for reason, count in reasons)
+        if others := left.total() - sum(count for _, count in reasons):
+            why += f"; {others}: other reasons"
         return f"{len(rows) - left.total()} of {len(rows)} activations are converted, {left.total()} are left ({why})"
 
     def alike(self) -> dict[tuple[str, str, str], list[str]]:

@@ -152,7 +152,7 @@ def plan_and_sites(
     plan = Plan(request.to, layers, record, tuple(edits))
     if not plan.converted:
         raise RetrofitError(_nothing_to_convert(model, rules, norms, plan))
-    _refuse_without_activations(plan, converter)
+    _refuse_without_activations(plan, converter, sites)
     return plan, sites
 
 
@@ -216,7 +216,7 @@ def _nothing_to_convert(
     )
 
 
-def _refuse_without_activations(plan: Plan, converter: Converter) -> None:
+def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites | None) -> None:
     """Refuse a target that is pointless without activations where it would convert none."""
     if not converter.takes_activations or plan.proxied:
         return
@@ -225,6 +225,8 @@ def _refuse_without_activations(plan: Plan, converter: Converter) -> None:
         return
     plainer = plan.to.removesuffix("-pn") if converter.identity else "gn"
     why = plan.activations or "none follows a norm"
+    if sites is not None and sites.hindrance:
+        why = f"what follows its norm is unknown: {sites.hindrance}"
     raise RetrofitError(
         f"{plan.to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them alone"
     )

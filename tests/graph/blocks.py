@@ -214,3 +214,32 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
+
+
+class ChannelsLast(nn.Module):
+    """BatchNorm of sequences with the channels last, as speechbrain wraps it."""
+
+    def __init__(self, channels: int, moves: str = "transpose") -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(channels)
+        self.moves = moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.moves == "permute":
+            return self.norm(x.permute(0, 2, 1)).permute(0, 2, 1)
+        return self.norm(x.transpose(-1, 1)).transpose(1, -1)
+
+
+class Loop(nn.Module):
+    """A loop over sequences that end in a norm, as in Tacotron 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(len(self.convolutions) - 1):
+            x = F.dropout(torch.tanh(self.convolutions[i](x)), 0.5, self.training)
+        return F.dropout(self.convolutions[-1](x), 0.5, self.training)

@@ -19,7 +19,7 @@ from retrofit.layers import ProxyNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery import plan
 from retrofit.surgery.plan_and_report import EditRow
-from tests.graph.blocks import TwoConsumers
+from tests.graph.blocks import ChannelsLast, Loop, TwoConsumers
 from tests.surgery.networks import Shared, trained
 
 
@@ -222,6 +222,74 @@ def test_proxying_nothing_is_refused() -> None:
     ):
         with pytest.raises(RetrofitError, match=message):
             plan(model, "ln-pn")
+
+
+class ManyInputs(nn.Sequential):
+    """Takes any number of inputs, as torchrl's MLP does."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        if len(inputs) > 1:
+            inputs = (torch.cat(inputs, -1),)
+        return super().forward(*inputs)
+
+
+class Untraceable(nn.Module):
+    """Applies a function to what an untraceable loop makes of a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([F.relu(row) for row in self.norm(x)])
+
+
+def test_the_cause_is_said_where_nothing_could_be_traced() -> None:
+    model = nn.Sequential(*(Untraceable() for _ in range(5)))
+    with pytest.raises(RetrofitError) as refusal:
+        plan(model, "ln-pn")
+    said = "Sequential, Untraceable 0, Untraceable 1 and 3 more cannot be traced (TraceError: "
+    assert said in str(refusal.value)
+    assert "none follows" not in str(refusal.value)
+
+
+def test_a_method_of_inputs_alone_is_traced_with_one() -> None:
+    model = ManyInputs(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    assert [row.status for row in plan(model, "ln-pn").edits] == ["converted"]
+
+
+@pytest.mark.parametrize("moves", ["transpose", "permute"])
+def test_an_activation_behind_moved_channels_is_of_its_norm(moves: str) -> None:
+    torch.manual_seed(0)
+    norm = ChannelsLast(6, moves)
+    nn.init.normal_(norm.norm.weight)
+    nn.init.normal_(norm.norm.bias)
+    straight = nn.Sequential(copy.deepcopy(norm.norm), nn.ReLU())
+    moved = nn.Sequential(norm, nn.ReLU())
+    x = torch.randn(2, 5, 6)
+    for model, inputs in ((straight, x.transpose(1, 2)), (moved, x)):
+        retrofit.convert(model, "gn-pn", groups=2, inputs=inputs)
+        retrofit.set_strength(model, 1.0)
+    assert isinstance(moved[1], ProxyNorm)
+    torch.testing.assert_close(moved(x), straight(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_a_loop_over_sequences_that_end_in_a_norm() -> None:
+    torch.manual_seed(0)
+    model, x = Loop().eval(), torch.randn(2, 4, 9)
+    _, report = retrofit.convert(model, "ln-pn", inputs=x)
+    assert report.check is not None
+    assert [(row.norm, row.status) for row in report.plan.edits] == [
+        ("convolutions.0.1", "converted"),
+        ("convolutions.1.1", "converted"),
+    ]
+    retrofit.set_strength(model, 1.0)
+    proxies = [module for module in model.modules() if isinstance(module, ProxyNorm)]
+    with torch.no_grad():
+        expected = x
+        for sequence, proxy in zip(model.convolutions, [*proxies, nn.Identity()], strict=True):
+            expected = proxy(sequence(expected))
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_what_is_left_is_said_first() -> None:
