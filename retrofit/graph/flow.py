@@ -349,7 +349,7 @@ class Flows:
             tuple[bool, nn.Module], list[Tracer]
             # by whether in training, and the module
         ] = {}
-        self._snapshot = Snapshot(model)
+        self._snapshot = Snapshot(model, traced=True)
         self._snapshot.empty_caches()
         try:
             self._trace_all(model)

@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice, takewhile
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -28,6 +28,8 @@ from retrofit.utils.snapshot import Snapshot
 # Of `from __future__ import annotations`, which may stand in an earlier cell of a notebook.
 _ANNOTATIONS = annotations.compiler_flag
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# In the code of a function, what does nothing.
+_NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP", "RESUME")
 # On one path, of which a block then has 64 at most.
 _CONDITIONS = 6
 # Stand for a value that the code under trace turns into a number.
@@ -107,6 +109,9 @@ class Tracer(fx.Tracer):
         return _Value(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
+        allowed = _only_allowed(_callers())
+        if allowed is not None:
+            return allowed
         if self.conditions == len(self.decisions):
             if self.conditions == _CONDITIONS:
                 raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")
@@ -117,6 +122,21 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self.is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        """Return a node for a parameter or buffer; fx would search all of them at every access."""
+        name = self._tensor_names.get(id(attr_val))
+        if name is None:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
+    @functools.cached_property
+    def _tensor_names(self) -> dict[int, str]:
+        """The names of the root's parameters and buffers, by `id`."""
+        tensors = chain(self.root.named_buffers(), self.root.named_parameters())
+        return {id(tensor): name for name, tensor in tensors}
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -192,9 +212,52 @@ class Tracer(fx.Tracer):
 
 
 def _callers() -> list[FrameType]:
-    """Return the functions that run, the innermost first, but for those of fx and torch."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    """Return the functions under trace, the innermost first, but for those of fx and torch."""
+    every = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    frames = takewhile(lambda frame: frame.f_code is not traced.__code__, every)
     return [f for f in frames if not f.f_globals.get("__name__", "").startswith(_MACHINERY)]
+
+
+def _only_allowed(callers: list[FrameType]) -> bool | None:
+    """Return the outcome of the current condition that does not lead straight to an error.
+
+    None says that either outcome, or none, may do so: that no `raise` or `assert` follows, or that
+    one of the functions may catch it.
+    """
+    if any(caller.f_code.co_exceptiontable for caller in callers):
+        return None
+    raises = _raising_outcomes(callers[0].f_code, callers[0].f_lasti)
+    return not raises.pop() if len(raises) == 1 else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]]:
+    """Return a function's steps, by offset, and the offsets of those that lead to a `raise`, with no
+    other way.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
+    raising: set[int] = set()
+    for step, after in zip(reversed(steps), [None, *reversed(steps)], strict=False):
+        goes_on = "JUMP" not in step.opname and not step.opname.startswith(
+            ("RETURN", "FOR_", "SEND")
+        )
+        straight = after is not None and after.offset in raising and goes_on
+        if step.opname == "RAISE_VARARGS" or straight:
+            raising.add(step.offset)
+    return {step.offset: step for step in steps}, raising
+
+
+def _raising_outcomes(code: CodeType, offset: int) -> set[bool]:
+    """Return the outcomes of a condition, at an offset of a function, that lead to a `raise`."""
+    steps, raising = _raising_steps(code)
+    following = sorted(at for at in steps if at >= offset)[:3]
+    jump = next((at for at in following if steps[at].opname.startswith("POP_JUMP")), None)
+    if jump is None or not steps[jump].opname.endswith(("_TRUE", "_FALSE")):
+        return set()
+    jumps_on = steps[jump].opname.endswith("_TRUE")
+    after = next((at for at in following if at > jump), -1)
+    outcomes = {jumps_on} if steps[jump].argval in raising else set()
+    return outcomes | ({not jumps_on} if after in raising else set())
 
 
 def _owner(callers: list[FrameType]) -> nn.Module:

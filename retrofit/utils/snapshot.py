@@ -55,9 +55,17 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 class Snapshot:
-    """All that can be reached from a network, for `restore`, which may be called more than once."""
+    """All that can be reached from a network, for `restore`, which may be called more than once.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: The network, on any device.
+        traced: Whether its code is only traced, which writes to no parameter or buffer; their
+            values are not copied then.
+    """
+
+    def __init__(self, model: nn.Module, traced: bool = False) -> None:
+        tensors = chain(model.parameters(), model.buffers()) if traced else ()
+        self._unwritten = {id(tensor) for tensor in tensors}
         # What was looked at, by its `id`, which is unique while this holds it.
         self._reached: dict[int, Any] = {}
         self._undo: list[Callable[[], Any]] = []
@@ -98,7 +106,7 @@ class Snapshot:
     def _way_for(self, cls: type) -> Callable[[Any], Iterable[Any]]:
         ways: list[tuple[Any, Callable[[Any], Iterable[Any]]]] = [
             (_ATOMS, lambda _: ()),
-            (Tensor, self._remember_state(_tensor_restorer)),
+            (Tensor, self._remember_tensor),
             (torch.Generator, self._remember_state(_generator_restorer)),
             (random.Random, self._remember_state(_random_restorer)),
             (np.random.Generator, self._remember_state(_numpy_generator_restorer)),
@@ -130,6 +138,10 @@ class Snapshot:
 
         return remember
 
+    def _remember_tensor(self, tensor: Tensor) -> Iterable[Any]:
+        self._undo.append(_tensor_restorer(tensor, written=id(tensor) not in self._unwritten))
+        return ()
+
     def _remember_container(self, value: Any) -> Iterable[Any]:
         self._undo.append(_content_restorer(value))
         return [*value, *self._remember_attributes(value)]
@@ -144,16 +156,13 @@ class Snapshot:
     def _remember_attributes(self, value: Any) -> Iterable[Any]:
         """Remember an object's class and attributes, unless another library keeps them to itself."""
         cls = type(value)
-        is_module = isinstance(value, nn.Module)
-        if not is_module and _home(cls) in _FOREIGN and cls.__module__ not in _CONTAINERS:
+        if _is_opaque(cls):
             return ()
-        if is_module:
+        if isinstance(value, nn.Module):
             self._undo.append(functools.partial(_restore_class, value, cls))
         held: list[Any] = [cls, getattr(value, "__dict__", None)]
-        for base in cls.__mro__:
-            for slot in vars(base).values():
-                if isinstance(slot, MemberDescriptorType):
-                    held += self._remember_slot(value, slot)
+        for slot in _slots_of(cls):
+            held += self._remember_slot(value, slot)
         return held
 
     def _remember_class(self, cls: type) -> Iterable[Any]:
@@ -212,6 +221,23 @@ class Snapshot:
             self._caches.append((value, put))
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_opaque(cls: type) -> bool:
+    """Whether objects of a class keep their attributes to themselves, or have none."""
+    if issubclass(cls, nn.Module):
+        return False
+    # torch's modules hold many of these, which have no attributes of their own.
+    if cls is OrderedDict:
+        return True
+    return _home(cls) in _FOREIGN and cls.__module__ not in _CONTAINERS
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots_of(cls: type) -> tuple[MemberDescriptorType, ...]:
+    values = [value for base in cls.__mro__ for value in vars(base).values()]
+    return tuple(value for value in values if isinstance(value, MemberDescriptorType))
+
+
 def _put_wrapped(put: Callable[[Any], Any], wrap: Callable[[Any], Any], function: Any) -> None:
     put(wrap(function))
 
@@ -231,14 +257,17 @@ def _names_in(code: Any) -> set[str]:
     return names
 
 
-def _tensor_restorer(tensor: Tensor) -> Callable[[], None]:
-    """Remember a tensor: its class, where its values lie, and the values, on the CPU."""
+def _tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
+    """Remember a tensor: its class, where its values lie, and, if they may be written to, the
+    values, on the CPU.
+    """
     cls = type(tensor)
     trained = tensor.requires_grad
     memory = tensor.data
     # What another library makes of a tensor, a shard or a quantized one, is its own to keep.
     ordinary = cls in (Tensor, nn.Parameter) and memory.layout == torch.strided
-    values = memory.to("cpu", copy=True) if ordinary and not memory.is_meta else None
+    copied = written and ordinary and not memory.is_meta
+    values = memory.to("cpu", copy=True) if copied else None
 
     def restore() -> None:
         _restore_class(tensor, cls)

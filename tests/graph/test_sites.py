@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import retrofit
 from retrofit.graph.flow import Flows
 from retrofit.graph.sites import Activation, find_sites
-from retrofit.surgery import planning
+from retrofit.surgery import converter
 from tests.graph import blocks
 
 tv = torchvision.models
@@ -211,7 +211,7 @@ def test_a_conversion_searches_once_and_counts_once_what_cannot_be_traced(
 ) -> None:
     runs = []
     monkeypatch.setattr(
-        planning, "find_sites", lambda *args: runs.append(args) or find_sites(*args)
+        converter, "find_sites", lambda *args: runs.append(args) or find_sites(*args)
     )
     model = nn.Sequential(nn.Conv2d(3, 4, 1), blocks.Iterating(), blocks.Shared())
     _, report = retrofit.convert(model, "ln-pn", check=False)
