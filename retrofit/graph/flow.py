@@ -3,7 +3,7 @@ come from and go.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,11 +45,7 @@ _OUT_OF_GATE = {*_IN_GATE, "spread", "module"}
 
 def call_name(node: fx.Node) -> str:
     """The bare name of the function or method that a node calls, e.g. "add" for `operator.add`."""
-    name = (
-        node.target
-        if isinstance(node.target, str)
-        else getattr(node.target, "__name__", str(node.target))
-    )
+    name = getattr(node.target, "__name__", str(node.target))
     return name.strip("_") + ("_" if name.endswith("_") and not name.startswith("_") else "")
 
 
@@ -149,24 +145,27 @@ class Flow:
         """Whether no layer but dropout, reshaping or squeeze-excite lies between `node` and the
         final mean pooling.
         """
-        while True:
-            users = self.after(node)
-            gated = [user for user in users if self.steps[user] == "product"]
-            if len(gated) == 1 and all(
-                user in gated or self.steps[user] == "pool" for user in users
-            ):
-                # a squeeze-excite, which scales channels by their own means
-                node = gated[0]
-                continue
-            if len(users) != 1:
-                return False
-            node = users[0]
-            kind = self.steps[node]
-            if kind not in _TO_POOL:
-                behind_all_norms = all(
-                    self.steps[later] != "norm" for later in reached(node, self.consumers)
-                )
-                return kind == "pool" or (kind == "window" and behind_all_norms)
+        following = self._only_follower(node)
+        while following is not None and self.steps[following] in (*_TO_POOL, "product"):
+            following = self._only_follower(following)
+        if following is None:
+            return False
+        if self.steps[following] != "window":
+            return self.steps[following] == "pool"
+        # A window is the final pooling where no norm comes behind it.
+        later = reached(following, self.consumers)
+        return all(self.steps[step] != "norm" for step in later)
+
+    def _only_follower(self, node: fx.Node) -> fx.Node | None:
+        """The one consumer of a value, or the product of a squeeze-excite, which scales channels by
+        their own means; None where others use it too.
+        """
+        users = self.after(node)
+        gated = [user for user in users if self.steps[user] == "product"]
+        others = [user for user in users if user not in gated]
+        if len(gated) == 1:
+            return gated[0] if all(self.steps[user] == "pool" for user in others) else None
+        return users[0] if len(users) == 1 else None
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel, that go on to multiply other
@@ -247,13 +246,17 @@ def _second_argument(node: fx.Node, name: str) -> Any:
 
 def _mean_step(dims: Any) -> str:
     """A mean is a pooling where it leaves the channels."""
-    each = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return "pool" if all(isinstance(dim, int) and dim != 1 for dim in each) else "call"
+    kept = all(isinstance(dim, int) and dim != 1 for dim in _listed(dims))
+    return "pool" if kept else "call"
 
 
 def _pool_step(output_size: Any) -> str:
-    sizes = output_size if isinstance(output_size, (tuple, list)) else (output_size,)
-    return "pool" if all(size == 1 for size in sizes) else "window"
+    return "pool" if all(size == 1 for size in _listed(output_size)) else "window"
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """What is given as a number, or as one for each dimension."""
+    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 def moved_channels(node: fx.Node, dim: int) -> int | None:
@@ -290,7 +293,7 @@ def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
 
 
 def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
-    order = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    order = _unpacked(args)
     if not order or not all(isinstance(each, int) for each in order):
         return None
     rank = len(order)
@@ -298,14 +301,17 @@ def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
     return -1 if moved == rank - 1 else moved
 
 
+def _unpacked(args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments that are given one by one, or as one tuple."""
+    return _listed(args[0]) if len(args) == 1 else args
+
+
 def _keeps_two(node: fx.Node) -> bool:
     """Whether a reshaping keeps the first two sizes of what it takes: images and channels."""
-    sizes = node.args[1:]
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = tuple(sizes[0])
-    if len(sizes) < 2:
-        return False
-    return all(_is_size(size, node.args[0], dim) for dim, size in enumerate(sizes[:2]))
+    sizes = _unpacked(node.args[1:])
+    return len(sizes) > 1 and all(
+        _is_size(size, node.args[0], dim) for dim, size in enumerate(sizes[:2])
+    )
 
 
 def _is_size(size: Any, value: Any, dim: int) -> bool:

@@ -2,6 +2,7 @@
 fx must not enter.
 """
 
+import contextlib
 import copy
 import inspect
 import warnings
@@ -92,48 +93,51 @@ def is_activation(module: nn.Module) -> bool:
 
     if type(module) in (nn.PReLU, PReLU):
         return True
-    tensors = [*module.parameters(), *module.buffers()]
-    if (
-        isinstance(module, nn.Sequential)
-        or is_norm(module)
-        or type(module).__module__.startswith(_OURS)
-    ):
+    is_ours = type(module).__module__.startswith(_OURS)
+    if isinstance(module, nn.Sequential) or is_norm(module) or is_ours or is_altered(module):
         return False
-    if (
-        is_altered(module)
-        or any(t.numel() != 1 for t in tensors)
-        or not all(map(is_activation, module.children()))
-    ):
+    if any(t.numel() != 1 for t in (*module.parameters(), *module.buffers())):
         return False
+    if not all(map(is_activation, module.children())):
+        return False
+    # Anything may come out of a module that takes something else.
+    with (
+        contextlib.suppress(Exception),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        probe = _probe(module)
+        return all(_is_elementwise(probe.train(mode)) for mode in (True, False))
+    return False
+
+
+def _probe(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on the CPU, in float64; from the meta device with values of 0.5."""
+    probe = copy.deepcopy(module)
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        for tensor in probe.to_empty(device="cpu").state_dict().values():
+            tensor.fill_(0.5)
+    return probe.to("cpu", torch.float64)
+
+
+def _is_elementwise(act: nn.Module) -> bool:
+    """Whether a module is a nonlinear function of each value by itself, and keeps nothing."""
     random = torch.Generator("cpu").manual_seed(0)
     x = 3 * torch.randn(2, 3, 4, 5, generator=random, dtype=torch.float64, device="cpu")
     order = torch.randperm(x.numel(), generator=random, device="cpu")[:30]
-    try:
-        probe = copy.deepcopy(module)
-        if any(tensor.is_meta for tensor in tensors):
-            for tensor in probe.to_empty(device="cpu").state_dict().values():
-                tensor.fill_(0.5)
-        probe = probe.to("cpu", torch.float64)
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.no_grad(),
-            warnings.catch_warnings(action="ignore"),
-        ):
-            for mode in (True, False):
-                state = dict(vars(probe.train(mode)))
-                y, some = probe(x.clone()), probe(x.flatten()[order].view(5, 2, 3))
-                zero, back, twice = probe(0 * x), probe(-x), probe(2 * x)
-                changed = any(vars(probe)[name] is not value for name, value in state.items())
-                apart = torch.allclose(some.flatten(), y.flatten()[order], rtol=1e-9, atol=1e-12)
-                affine = torch.allclose(y + back, 2 * zero) and torch.allclose(
-                    twice - zero, 2 * (y - zero)
-                )
-                if y.shape != x.shape or changed or affine or not apart:
-                    return False
-    # anything may come out of a module that takes something else
-    except Exception:
+    attributes = dict(vars(act))
+    y = act(x.clone())
+    if y.shape != x.shape:
         return False
-    return True
+    # Of some values in another order and shape.
+    some = act(x.flatten()[order].view(5, 2, 3))
+    by_itself = torch.allclose(some.flatten(), y.flatten()[order], rtol=1e-9, atol=1e-12)
+    zero = act(0 * x)
+    odd = torch.allclose(y + act(-x), 2 * zero)
+    affine = odd and torch.allclose(act(2 * x) - zero, 2 * (y - zero))
+    kept = any(vars(act)[name] is not value for name, value in attributes.items())
+    return by_itself and not affine and not kept
 
 
 def is_altered(module: nn.Module) -> bool:
@@ -196,13 +200,11 @@ def _module_class(target: Any) -> Any:
     None if it is none.
     """
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    # builtins and strings have none
+    # Builtins and strings have none.
     home = getattr(target, "__module__", None) or "torch"
-    return (
-        _FUNCTIONS.get(name.replace("_", ""))
-        if f"{home}.".startswith("torch.")
-        else _timm_functions().get(target)
-    )
+    if f"{home}.".startswith("torch."):
+        return _FUNCTIONS.get(name.replace("_", ""))
+    return _timm_functions().get(target)
 
 
 def takes_constants(target: Any) -> bool:
@@ -222,16 +224,26 @@ def function_module(node: fx.Node) -> nn.Module | None:
     if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
         return None
     if node.target in _CLAMPS:
-        low, high = (*node.args[1:], None, None)[:2]
-        low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
-        if low == 0 and high is None:
-            return nn.ReLU()
-        numbers = isinstance(low, int | float) and isinstance(high, int | float) and low < high
-        return nn.Hardtanh(float(low), float(high)) if numbers else None  # type: ignore[arg-type]
-    if (cls := _module_class(node.target)) is None:
+        return _clamp_module(node)
+    cls = _module_class(node.target)
+    if cls is None:
         return None
-    options = (
-        dict(zip(inspect.signature(cls).parameters, node.args[1:], strict=False)) | node.kwargs
-    )
+    names = inspect.signature(cls).parameters
+    options = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
     options = {name: value for name, value in options.items() if name not in ("input", "inplace")}
-    return None if any(isinstance(value, fx.Node) for value in options.values()) else cls(**options)
+    if any(isinstance(value, fx.Node) for value in options.values()):
+        return None
+    module: nn.Module = cls(**options)
+    return module
+
+
+def _clamp_module(node: fx.Node) -> nn.Module | None:
+    """The module that clamps as a call does; None where its bounds are no two constants."""
+    bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
+    low: Any = bounds.get("min")
+    high: Any = bounds.get("max")
+    if low == 0 and high is None:
+        return nn.ReLU()
+    if not isinstance(low, int | float) or not isinstance(high, int | float) or low >= high:
+        return None
+    return nn.Hardtanh(float(low), float(high))

@@ -86,66 +86,81 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     """The attributes to set in a block: an entry of a sequence, or a child and the graphs or the
     class that call it.
     """
-    assert act.place is not None
-    _, target, code, at = act.place
-    if isinstance(at, str) and code is not None:
-        return {at: module}
+    place = act.place
+    assert place is not None
+    if isinstance(place.at, str) and place.code is not None:
+        return {place.at: module}
     if hasattr(block, child):
-        raise RewriteError(
-            f"{type(block).__name__} {act.owner} already has an attribute {child}".replace(
-                "  ", " "
-            )
-        )
-    if code is None or isinstance(at, str):
-        return {child: module, **_rewired(block, str(at), child)}
-    method, label = code.co_name, code.co_qualname
+        label = f"{type(block).__name__} {act.owner}".rstrip()
+        raise RewriteError(f"{label} already has an attribute {child}")
+    if place.code is None or isinstance(place.at, str):
+        return {child: module, **_rewired(block, str(place.at), child)}
     base: Any
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
-    functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
-    function = None if isinstance(target, nn.Module) else target
-    end, checksum = (
-        (at[0] - code.co_firstlineno, at[1]),
-        zlib.crc32(getattr(functions[0], "__code__", code).co_code),
+    _refuse_unwritable(block, base, act, place.code)
+    edit = _edit_of(base, act, place.code, place.at, child)
+    if any((e.method, e.end, e.selector) == (edit.method, edit.end, edit.selector) for e in edits):
+        raise RewriteError(f"the call in {place.code.co_qualname} is replaced already")
+    return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
+
+
+def _edit_of(base: Any, act: Activation, code: CodeType, at: tuple[int, int], child: str) -> _Edit:
+    assert act.place is not None
+    target = act.place.target
+    source = inspect.getattr_static(base, code.co_name, None)
+    return _Edit(
+        method=code.co_name,
+        target=None if isinstance(target, nn.Module) else target,
+        end=(at[0] - code.co_firstlineno, at[1]),
+        child=child,
+        checksum=zlib.crc32(getattr(source, "__code__", code).co_code),
+        selector=act.selector,
     )
+
+
+def _refuse_unwritable(block: nn.Module, base: Any, act: Activation, code: CodeType) -> None:
+    """Refuse a block whose method, or pickling, is not its class's, or whose call is elsewhere."""
+    method = code.co_name
     if method in vars(block):
-        raise RewriteError(
-            f"{act.owner or 'the model'} has a {method} of its own, set on the instance"
-        )
+        label = act.owner or "the model"
+        raise RewriteError(f"{label} has a {method} of its own, set on the instance")
+    functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
     if code not in [getattr(function, "__code__", None) for function in functions]:
         raise RewriteError(
-            f"the call stands in {label}, which is no method of {base.__name__}, or decorated"
+            f"the call stands in {code.co_qualname}, which is no method of {base.__name__}, or "
+            "decorated"
         )
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewriteError(f"{base.__name__} defines its own pickling")
-    if any((edit.method, edit.end, edit.selector) == (method, end, act.selector) for edit in edits):
-        raise RewriteError(f"the call in {label} is replaced already")
-    edit = _Edit(method, function, end, child, checksum, act.selector)
-    return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
 
 
 def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
     """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds
     them.
     """
-    # of torchvision's feature extractors
+    # Of torchvision's feature extractors, which have one for each mode.
     modes = ("train_graph", "eval_graph")
-    own = [
-        attribute for attribute in modes if isinstance(getattr(block, attribute, None), fx.Graph)
-    ]
-    graphs = {attribute: copy.deepcopy(getattr(block, attribute)) for attribute in own or ["graph"]}
+    by_mode = [mode for mode in modes if isinstance(getattr(block, mode, None), fx.Graph)]
+    graphs = {mode: copy.deepcopy(getattr(block, mode)) for mode in by_mode or ["graph"]}
     nodes = [node for graph in graphs.values() for node in graph.nodes if node.name == name]
     if not nodes:
         raise RewriteError(
             f"the graph of {type(block).__name__} has no call {name}, or it is replaced already"
         )
     for node in nodes:
-        value = node.args[0] if node.args else node.kwargs["input"]
-        with node.graph.inserting_before(node):
-            node.replace_all_uses_with(node.graph.call_module(child, (value,)))
-        node.graph.erase_node(node)
-    if own:
-        graphs["graph"] = graphs.get("train_graph" if block.training else "eval_graph", block.graph)
+        _call_child(node, child)
+    if by_mode:
+        current = "train_graph" if block.training else "eval_graph"
+        graphs["graph"] = graphs.get(current, block.graph)
     return graphs
+
+
+def _call_child(node: fx.Node, child: str) -> None:
+    """Put a call of a child, of the same input, in the place of a node."""
+    value = node.args[0] if node.args else node.kwargs["input"]
+    with node.graph.inserting_before(node):
+        node.replace_all_uses_with(node.graph.call_module(child, (value,)))
+    node.graph.erase_node(node)
 
 
 @functools.lru_cache(maxsize=512)

@@ -145,29 +145,37 @@ class _Search(Flows):
 
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
-        norm, steps = place.target, self.norms[place]
-        name, act, reason, ends = self.names[norm], None, "", steps
-        if (fused := _fused_activation(norm)) is None:
-            act, reason = self._following(place)
-            if act is not None and act.place is not None:
-                ends = [step for step in self.acts[act.place] if _norm_before(*step) == place]
-        elif fused in self.activations:
-            act = Activation("fused", f"{name}.act".lstrip("."), fused)
-        else:
-            reason, ends = (
-                f"its own activation, {type(fused).__name__}, is not known to be elementwise",
-                [],
-            )
+        norm = place.target
+        steps = self.norms[place]
+        activation, reason = self._activation_of(place)
+        flows_on = not reason or _fused_activation(norm) is None
+        ends = self._ends(place, activation) if flows_on else []
         return Site(
-            norm=name,
+            norm=self.names[norm],
             owner_type=type(place.owner).__name__,
             place=[other for other in self.norms if other.target is norm].index(place),
             places=self.places[norm],
-            activation=act,
+            activation=activation,
             reason=reason,
             last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
             in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in steps),
         )
+
+    def _activation_of(self, place: Place) -> tuple[Activation | None, str]:
+        """The activation inside a norm or behind its call, or why there is none."""
+        norm = place.target
+        fused = _fused_activation(norm)
+        if fused is None:
+            return self._following(place)
+        if fused in self.activations:
+            return Activation("fused", f"{self.names[norm]}.act".lstrip("."), fused), ""
+        return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise"
+
+    def _ends(self, norm: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:
+        """The calls of a norm's activation behind it; of the norm, if it has none or holds it."""
+        if activation is None or activation.place is None:
+            return self.norms[norm]
+        return [step for step in self.acts[activation.place] if _norm_before(*step) == norm]
 
     def _following(self, norm: Place) -> tuple[Activation | None, str]:
         """The activation that directly follows a norm on every call, or why there is none."""
@@ -265,24 +273,26 @@ class _Search(Flows):
         never seen.
         """
         claimed = {site.activation.place for site in sites.values() if site.activation is not None}
-        for place, steps in self.acts.items():
-            if place not in claimed:
-                flow, node = steps[0]
-                kind = type(flow.activation(node)).__name__
-                yield UnmatchedActivation(
-                    self._name(place), kind, self._why_unmatched(flow, node, sites)
-                )
+        for place in [place for place in self.acts if place not in claimed]:
+            yield self._unclaimed(place, sites)
         norms = set(filter(kinds.is_norm, self.names))
         parts = {child for module in norms | self.activations for child in module.children()}
         for module, name in self.names.items():
-            fused = (
-                _fused_activation(module) if module in norms and not self.is_norm(module) else None
-            )
-            if fused is not None:
-                reason = f"its norm, {type(module).__name__}, is not one of those asked for"
-                yield UnmatchedActivation(f"{name}.act", type(fused).__name__, reason)
+            if module in norms and not self.is_norm(module):
+                yield from self._inside_other_norm(module)
             if module in self.activations and module not in self.calls and module not in parts:
                 yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
+
+    def _unclaimed(self, place: Place, sites: dict[Place, Site]) -> UnmatchedActivation:
+        flow, node = self.acts[place][0]
+        kind = type(flow.activation(node)).__name__
+        return UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))
+
+    def _inside_other_norm(self, norm: nn.Module) -> Iterator[UnmatchedActivation]:
+        fused = _fused_activation(norm)
+        if fused is not None:
+            reason = f"its norm, {type(norm).__name__}, is not one of those asked for"
+            yield UnmatchedActivation(f"{self.names[norm]}.act", type(fused).__name__, reason)
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
         source, norm = flow.before(node), _norm_before(flow, node)

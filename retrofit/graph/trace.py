@@ -226,8 +226,10 @@ def _only_allowed(callers: list[FrameType]) -> bool | None:
     """
     if any(caller.f_code.co_exceptiontable for caller in callers):
         return None
-    raises = _raising_outcomes(callers[0].f_code, callers[0].f_lasti)
-    return not raises.pop() if len(raises) == 1 else None
+    raising = _raising_outcomes(callers[0].f_code, callers[0].f_lasti)
+    if len(raising) != 1:
+        return None
+    return not raising.pop()
 
 
 @functools.lru_cache(maxsize=4096)
@@ -256,8 +258,8 @@ def _raising_outcomes(code: CodeType, offset: int) -> set[bool]:
         return set()
     jumps_on = steps[jump].opname.endswith("_TRUE")
     after = next((at for at in following if at > jump), -1)
-    outcomes = {jumps_on} if steps[jump].argval in raising else set()
-    return outcomes | ({not jumps_on} if after in raising else set())
+    leads_to = {jumps_on: steps[jump].argval, not jumps_on: after}
+    return {outcome for outcome, offset in leads_to.items() if offset in raising}
 
 
 def _owner(callers: list[FrameType]) -> nn.Module:

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dis import Instruction
 from types import CodeType
 from typing import Any
 
@@ -67,37 +68,18 @@ def plain(
             other code reads the tensors of a layer that changes, or if the copy computes something
             different.
     """
-    if problems := {
-        name: reason for name, layer in model.named_modules() if (reason := _problem(layer))
-    }:
-        name, problem = next(iter(problems.items()))
-        more = f" (and {plural(len(problems) - 1, 'more layer')})" if len(problems) > 1 else ""
-        raise RetrofitError(
-            f"no layer of torch or timm computes what {name or 'the model'} does{more}: {problem}"
-        )
+    _refuse_unless_plain(model)
     source = reference_of(model, inputs, input_size)
     net = copied(model)
     forget_plans(net)
     feeders, read = sole_feeders(net, _holds_constants)
     if read:
         names = [name for name, layer in net.named_modules() if layer in read]
-        what = f"other code of the network reads the tensors of {shortlist(names)}"
         raise RetrofitError(
-            f"{what}, which no plain layer holds as they are; convert with these in `skip`"
+            f"other code of the network reads the tensors of {shortlist(names)}, which no plain "
+            "layer holds as they are; convert with these in `skip`"
         )
-    # of gamma and beta as they are, before any of them moves into a convolution
-    proxies = {
-        layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)
-    }
-    # what a layer holds before the layer
-    for name, layer in reversed(list(net.named_modules())):
-        new = (
-            proxies.get(layer)
-            if isinstance(layer, ProxyNorm)
-            else _plain(layer, feeders.get(layer))
-        )
-        if new is not None:
-            net = replace_module(net, name, new.train(layer.training))
+    net = _with_plain_layers(net, feeders)
     allow_fusing(net)
     reason = source.problem
     if source.reference is not None:
@@ -107,6 +89,36 @@ def plain(
         reason = result.not_checked
     if reason:
         warnings.warn(f"not checked: {reason}", stacklevel=2)
+    return net
+
+
+def _refuse_unless_plain(model: nn.Module) -> None:
+    """Refuse a network of which a layer has no plain form."""
+    problems = {name: _problem(layer) for name, layer in model.named_modules()}
+    problems = {name: problem for name, problem in problems.items() if problem}
+    if not problems:
+        return
+    name, problem = next(iter(problems.items()))
+    others = len(problems) - 1
+    more = f" (and {plural(others, 'more layer')})" if others else ""
+    label = name or "the model"
+    raise RetrofitError(f"no layer of torch or timm computes what {label} does{more}: {problem}")
+
+
+def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put the plain form of every layer in its place; return the network to use."""
+    # Of gamma and beta as they are, before any of them moves into a convolution.
+    proxies = {
+        layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)
+    }
+    # What a layer holds comes before the layer.
+    for name, layer in reversed(list(net.named_modules())):
+        if layer in proxies:
+            new: nn.Module | None = proxies[layer]
+        else:
+            new = _plain(layer, feeders.get(layer))
+        if new is not None:
+            net = replace_module(net, name, new.train(layer.training))
     return net
 
 
@@ -186,31 +198,42 @@ def sole_feeders(
     flows = Flows(model, is_norm)
     norms = list(filter(is_norm, flows.names))
     uncalled = {norm for norm in norms if norm not in flows.calls}
-    holders_of = Counter(
+    holders = Counter(
         parameter for module in model.modules() for parameter in set(module._parameters.values())
     )
-    found = {}
+    feeders = {}
     for norm in filter(flows.calls.get, norms):
-        conv, *others = {_feeder(*call) for call in flows.calls[norm]}
-        if (
-            conv is None
-            or others
-            or len(flows.calls[conv]) != len(flows.calls[norm])
-            or conv in flows.read
-        ):
+        conv = _only_feeder(flows, norm)
+        if conv is None or any(holders[parameter] > 1 for parameter in conv.parameters()):
             continue
-        places = [flow.places[node] for flow, node in (*flows.calls[norm], *flows.calls[conv])]
-        (owner, code), *methods = {(place.owner, place.code) for place in places}
-        above = {module for module, inside in flows.inside.items() if inside & {norm, conv}} - {
-            norm,
-            conv,
-        }
-        shared = any(holders_of[parameter] > 1 for parameter in conv.parameters())
-        if methods or shared or above & flows.failures.keys() or uncalled & set(owner.modules()):
-            continue
-        if code is not None and not _mentioned(conv, code, above):
-            found[norm] = conv
-    return found, flows.read.intersection(norms)
+        if _is_called_with(flows, conv, norm, uncalled):
+            feeders[norm] = conv
+    return feeders, flows.read.intersection(norms)
+
+
+def _only_feeder(flows: Flows, norm: nn.Module) -> nn.Module | None:
+    """The convolution that feeds every call of a norm, and whose parameters no other code reads."""
+    feeders = {_feeder(*call) for call in flows.calls[norm]}
+    conv = feeders.pop()
+    if conv is None or feeders or conv in flows.read:
+        return None
+    return conv if len(flows.calls[conv]) == len(flows.calls[norm]) else None
+
+
+def _is_called_with(
+    flows: Flows, conv: nn.Module, norm: nn.Module, uncalled: set[nn.Module]
+) -> bool:
+    """Whether one method, on every path and with all code above it traced, calls a convolution and
+    its norm, and no other mentions the convolution.
+    """
+    calls = (*flows.calls[norm], *flows.calls[conv])
+    methods = {(flow.places[node].owner, flow.places[node].code) for flow, node in calls}
+    owner, code = methods.pop()
+    if methods or code is None or uncalled & set(owner.modules()):
+        return False
+    holders = {module for module, inside in flows.inside.items() if inside & {norm, conv}}
+    above = holders - {norm, conv}
+    return not above & flows.failures.keys() and not _mentioned(conv, code, above)
 
 
 def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
@@ -259,58 +282,66 @@ def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool
     """Whether a method besides `method` mentions a convolution by name, or its container but for a
     call of it.
     """
+    named = _names_of(conv, above)
+    for owner in above:
+        for function in methods_of(type(owner)):
+            is_setup = any(word in function.__name__ for word in _SETTING_UP)
+            if is_setup or function.__code__ == method:
+                continue
+            for name, module in named:
+                if _uses(function.__code__, name, owner, module, calls=module is not conv):
+                    return True
+    return False
+
+
+def _names_of(conv: nn.Module, above: set[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the names that modules above a convolution have for it, or for a container of it."""
+    containers = {holder for holder in above if type(holder) in _CONTAINERS}
     mentions = [conv]
     for module in mentions:
-        mentions += [
-            holder
-            for holder in above
-            if type(holder) in _CONTAINERS and module in holder.children()
-        ]
-    named = [
+        mentions += [holder for holder in containers if module in holder.children()]
+    return [
         (name, module)
-        for holder in above
-        if type(holder) not in _CONTAINERS
+        for holder in above - containers
         for name, module in holder._modules.items()
         if module in mentions
     ]
-    return any(
-        _uses(function.__code__, name, owner, module, calls=module is not conv)
-        for owner in above
-        for function in methods_of(type(owner))
-        if function.__code__ != method
-        and not any(word in function.__name__ for word in _SETTING_UP)
-        for name, module in named
-    )
 
 
 def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
     """Whether the code of a method of `owner` mentions a module by its name in what holds it, or
-    all children. Not where `self.name` is another module, or the code only asks for it or its shape
-    (or calls it, with `calls`).
+    all children.
+
+    It does not where `self.name` is another module, or the code only asks for the module or its
+    shape (or calls it, with `calls`).
     """
     steps = list(instructions(code))
-    for before, step, after in zip(
-        [steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False
-    ):
+    around = zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False)
+    for before, step, after in around:
         if step.opname == "LOAD_CONST" and step.argval == name:
             return True
-        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval not in (
-            name,
-            *_ALL_CHILDREN,
-        ):
+        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
             continue
-        loaded = before.argval if before.opname.startswith("LOAD_FAST") else ""
-        of_self = (
-            loaded[-1] if isinstance(loaded, tuple) else loaded
-            # Python 3.13 loads two at once
-        ) == "self"
-        other = of_self and step.argval == name and getattr(owner, name, None) is not module
-        called = (
-            calls
-            and step.argval == name
-            and (step.opname == "LOAD_METHOD" or "NULL" in step.argrepr)
-        )
-        asked = "JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None"
-        if not (other or called or asked or after.argval in nn.Conv1d.__constants__):
+        if step.argval in _ALL_CHILDREN and not _only_asks(after):
+            return True
+        if step.argval != name or _only_asks(after):
+            continue
+        is_other = _is_self(before) and getattr(owner, name, None) is not module
+        is_called = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
+        if not is_other and not (calls and is_called):
             return True
     return False
+
+
+def _is_self(step: Instruction) -> bool:
+    """Whether a step loads `self`; Python 3.13 loads two at once."""
+    if not step.opname.startswith("LOAD_FAST"):
+        return False
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return names[-1] == "self"
+
+
+def _only_asks(after: Instruction) -> bool:
+    """Whether a step that follows a module's mention tests it, or takes its shape."""
+    tests = "JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None"
+    return tests or after.argval in nn.Conv1d.__constants__

@@ -243,3 +243,25 @@ class Loop(nn.Module):
         for i in range(len(self.convolutions) - 1):
             x = F.dropout(torch.tanh(self.convolutions[i](x)), 0.5, self.training)
         return F.dropout(self.convolutions[-1](x), 0.5, self.training)
+
+
+class Checks(Block):
+    """Checks of its input that end in an error: an assertion, and a `raise` behind a call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == 4, f"{x.shape[1]} channels"
+        if not x.shape[2] > 1:
+            raise ValueError("too small".upper())
+        return F.relu(self.bn1(self.conv1(x)))
+
+
+class Catches(Block):
+    """A check whose error is caught, so that both outcomes are paths."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            if x.shape[1] != 4:
+                raise ValueError
+        except ValueError:
+            return F.relu(self.bn1(x))
+        return F.silu(self.bn1(x))

@@ -75,6 +75,13 @@ def test_every_path_is_followed_but_those_that_end_in_an_error(
     assert len(flows.flows) == 2 * paths  # in both modes
 
 
+def test_checks_that_end_in_an_error_are_no_branches() -> None:
+    flows = Flows(nn.Sequential(*(blocks.Checks() for _ in range(8))))
+    assert not flows.failures
+    assert len(flows.flows) == 2
+    assert len(Flows(blocks.Catches()).flows) == 4
+
+
 class Halves(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         while x.abs().max() > 1:

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -66,24 +66,13 @@ class BatchIndependentConverter(Converter):
     def plan(
         self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
     ) -> Decisions:
-        restore = options.pn_restore is not False
-        if options.pn_restore is not None and not (self.takes_activations or options.ws):
-            raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
-        given = next(
-            (name for name in ("groups", "group_channels") if getattr(options, name) is not None),
-            None,
-        )
-        if given and {layer.family for layer in layers} == {"gn"}:
-            raise UsageError(
-                f"`{given}` means nothing to GroupNorm that is there, whose groups stay; leave it out"
-            )
+        self._check(layers, options)
         measured: dict[str, tuple[int, str]] = {}
         if options.groups == "auto":
             if options.calibrate is None:
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
-            measured = most_groups(
-                model, [layer for layer in layers if _migratable(layer)], options.calibrate
-            )
+            migratable = [layer for layer in layers if _migratable(layer)]
+            measured = most_groups(model, migratable, options.calibrate)
         sites = self.sites_of(model) if self.takes_activations else Sites([], [], {})
         rows = []
         for layer in layers:
@@ -94,33 +83,40 @@ class BatchIndependentConverter(Converter):
         converted = {row.name for row in rows if row.status == "converted"}
         edits: list[EditRow] = []
         if self.takes_activations:
-            own = {"params": options.pn_params is not False, "restore": restore}
-            edits = self.plan_activations(
-                model,
-                sites,
-                converted,
-                "",
-                lambda site: {**own, "scale": not site.last_before_pool},
-            )
+            settle = partial(_proxy_options, options)
+            edits = self.plan_activations(model, sites, converted, "", settle)
         if options.ws:
-            edits += _plan_convolutions(model, converted, restore)
+            edits += _plan_convolutions(model, converted, _restores(options))
         return rows, edits, sites
 
+    def _check(self, layers: Sequence[NormLayer], options: ConversionOptions) -> None:
+        """Refuse options that mean nothing to this target, or to these layers."""
+        if options.pn_restore is not None and not (self.takes_activations or options.ws):
+            raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
+        for name in ("groups", "group_channels"):
+            means_nothing = {layer.family for layer in layers} == {"gn"}
+            if means_nothing and getattr(options, name) is not None:
+                raise UsageError(
+                    f"`{name}` means nothing to GroupNorm that is there, whose groups stay; leave it out"
+                )
+
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        cls = (
-            MigratedGroupNormAct
-            if row.target == MigratedGroupNormAct.__name__
-            else MigratedGroupNorm
+        fused = row.target == MigratedGroupNormAct.__name__
+        cls = MigratedGroupNormAct if fused else MigratedGroupNorm
+        mean = module.running_mean
+        groups = row.options["num_groups"]
+        layer = cls(
+            groups,
+            mean.numel(),
+            module.eps,
+            group_eps=row.options["eps"],
+            strength=0.0,
+            device=device,
+            dtype=mean.dtype,
         )
-        groups, mean = row.options["num_groups"], module.running_mean
-        own = {
-            "group_eps": row.options["eps"],
-            "strength": 0.0,
-            "device": device,
-            "dtype": mean.dtype,
-        }
-        new = adopt(cls(groups, mean.numel(), module.eps, **own), module)
-        if (gain := group_gain(module.weight, groups)) is not None:
+        new = adopt(layer, module)
+        gain = group_gain(module.weight, groups)
+        if gain is not None:
             new.gain = gain.to(mean.dtype)
         if row.options.get("bias") is False:
             new.register_parameter("bias", None)
@@ -131,28 +127,13 @@ class BatchIndependentConverter(Converter):
     ) -> Sequence[str]:
         added = 0
         for row in plan.edits:
-            if row.status == "converted" and row.kind == "convolution":
-                replace_module(
-                    model, row.name, _standardized(model.get_submodule(row.name), **row.options)
-                )
-            elif row.status == "converted":
-                site, norm = sites[row.norm, row.place], cast(Any, model.get_submodule(row.norm))
-                assert site.activation is not None
-                like = next(chain(norm.parameters(), norm.buffers()), None)
-                device, dtype = placement_of(model) if like is None else (like.device, like.dtype)
-                own = {
-                    **row.options,
-                    "norm": norm,
-                    "channel_dim": site.activation.channel_dim,
-                    "strength": 0.0,
-                    "device": device,
-                    "dtype": dtype,
-                }
-                proxied = ProxyNorm(site.activation.module, norm.num_channels, **own).train(
-                    norm.training
-                )
-                replace_activation(model, site, proxied, "proxy")
-                added += sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
+            if row.status != "converted":
+                continue
+            if row.kind == "convolution":
+                new = _standardized(model.get_submodule(row.name), **row.options)
+                replace_module(model, row.name, new)
+            else:
+                added += _proxy(model, sites[row.norm, row.place], row)
         convolutions = [row for row in plan.edits if row.kind == "convolution"]
         notes = _said_of_convolutions(convolutions) if convolutions else []
         if added:
@@ -225,6 +206,40 @@ class BatchIndependentConverter(Converter):
         own = [site for site in sites.sites if site.norm == layer.name]
         last = any(site.activation is None and site.owner_type in _MBCONV for site in own)
         return last and not bias.is_meta and not bias.any()
+
+
+def _restores(options: ConversionOptions) -> bool:
+    return options.pn_restore is not False
+
+
+def _proxy_options(options: ConversionOptions, site: Site) -> dict[str, bool]:
+    """The options of the ProxyNorm at a site; the last before the pooling has no scale."""
+    return {
+        "params": options.pn_params is not False,
+        "restore": _restores(options),
+        "scale": not site.last_before_pool,
+    }
+
+
+def _proxy(model: nn.Module, site: Site, row: EditRow) -> int:
+    """Put a ProxyNorm in the place of a site's activation; return how many parameters it adds."""
+    activation = site.activation
+    assert activation is not None
+    norm: Any = model.get_submodule(row.norm)
+    like = next(chain(norm.parameters(), norm.buffers()), None)
+    device, dtype = placement_of(model) if like is None else (like.device, like.dtype)
+    proxied = ProxyNorm(
+        activation.module,
+        norm.num_channels,
+        norm=norm,
+        channel_dim=activation.channel_dim,
+        strength=0.0,
+        device=device,
+        dtype=dtype,
+        **row.options,
+    )
+    replace_activation(model, site, proxied.train(norm.training), "proxy")
+    return sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
 
 
 def _migratable(layer: NormLayer) -> bool:
