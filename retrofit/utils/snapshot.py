@@ -155,7 +155,7 @@ class Snapshot:
 
     def _remember_attributes(self, value: Any) -> Iterable[Any]:
         """Remember an object's class and attributes, unless another library keeps them to itself."""
-        cls = type(value)
+        cls: Any = type(value)
         if _is_opaque(cls):
             return ()
         if isinstance(value, nn.Module):
