@@ -19,18 +19,15 @@ from retrofit.utils.running import hooked, undisturbed
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4
-_SAMPLES = (
-    # elements kept of each layer's output: all of it would be gigabytes for a large network
-    4096
-)
+# Elements kept of each layer's output: all of it would be gigabytes for a large network.
+_SAMPLES = 4096
 NO_NUMBERS = (
     "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
 )
-# of two comparisons, which differs more
+# Of two comparisons, which differs more.
 _BY_SHARE = attrgetter("share", "scale")
-_ROUNDING = (
-    8 * torch.finfo(torch.float32).eps
-)  # of the layers' largest value: what float32 leaves of zero
+# Of the layers' largest value: what float32 leaves of zero.
+_ROUNDING = 8 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -73,18 +70,16 @@ class Comparison:
     @property
     def share(self) -> float:
         """The difference as a share of the scale (0 for 0 of 0)."""
-        return (
-            0.0
-            if self.max_abs_diff == 0
-            else self.max_abs_diff / self.scale
-            if self.scale
-            else math.inf
-        )
+        if self.max_abs_diff == 0:
+            return 0.0
+        return self.max_abs_diff / self.scale if self.scale else math.inf
 
     def problem(self, what: str = "the converted network is not the function of its source") -> str:
         """Return a sentence on the difference; empty where there is none, or nothing was compared."""
-        at = f" (in {self.where})" if self.where else ""
-        return f"{what}{at}: {self}" if self.differs else ""
+        if not self.differs:
+            return ""
+        place = f" (in {self.where})" if self.where else ""
+        return f"{what}{place}: {self}"
 
     def __str__(self) -> str:
         """The figures."""
@@ -103,13 +98,12 @@ class ComparisonError(RetrofitError):
 
     def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
         self.comparison = comparison
-        difference = (
-            f"by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}"
-        )
-        super().__init__(
-            str(comparison) if comparison.not_checked else f"{what} {difference}; {advice}"
-        )
+        said = f"{what} by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}; {advice}"
+        super().__init__(str(comparison) if comparison.not_checked else said)
 
+
+# What holds no tensors, whatever attributes it has.
+_NO_TENSORS = str | bytes | int | float | nn.Module | type | None
 
 _Outputs = list[list[Tensor]]
 _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
@@ -166,16 +160,32 @@ def _some_elements(output: Tensor) -> Tensor:
 
 
 class Reference:
-    """What a network answers, to compare others with; a RetrofitError says that it takes none of
-    the calls.
+    """What a network answers, to compare others with.
 
     The network is evaluated; its modes, its buffers and the random state are left as they were.
     Calls that it refuses are left out. Of a network that answers with
     boxes the backbone and the heads are compared, each fed what it was fed here.
 
-    `tolerance` is the largest share of an output's scale that passes; rounding of a lower precision
-    is added. The outputs of `layers` are compared too, by sample: a freshly initialised network
-    often multiplies a whole branch by zero, of which its output alone proves nothing.
+    The outputs of `layers` are compared too, by sample: a freshly initialised network often
+    multiplies a whole branch by zero, of which its output alone proves nothing.
+
+    Args:
+        model: The network.
+        calls: What it is run on.
+        tolerance: The largest share of an output's scale that passes; rounding of a lower precision
+            is added.
+        layers: Names of layers.
+
+    Attributes:
+        calls: Those that the network took.
+        parts: Those that are compared: the same, or those of a detector's parts.
+        batches: Sizes of the batches of the calls.
+        not_checked: Why there is nothing to compare with; empty if there is.
+        holds_nan: Whether a NaN is among the answers.
+        tolerance: The largest share that passes.
+
+    Raises:
+        RetrofitError: If the network takes none of the calls.
     """
 
     def __init__(
@@ -186,45 +196,42 @@ class Reference:
         tolerance: float = TOLERANCE,
         layers: Iterable[str] = (),
     ) -> None:
-        # those that the network took
         self.calls: list[Call] = []
-        self.parts: list[
-            Call
-            # those that are compared: the same, or those of a detector's parts
-        ] = []
+        self.parts: list[Call] = []
         self._outputs: _Outputs = []
         self._layers: _Layers = {name: [] for name in layers}
         refusals: list[Exception] = []
         with undisturbed(model):
             for call in calls:
-                parts = [call]
-                try:
-                    run = _Answers.of(model, parts, self._layers)
-                    if run.boxes:
-                        parts = parts_of_detector(model, call) or parts
-                        run = _Answers.of(model, parts, self._layers)
                 # Anything may come out of a network's own code.
+                try:
+                    self._add(model, call)
                 except Exception as error:
                     refusals.append(error)
-                    continue
-                self.calls.append(call)
-                self.parts += parts
-                self._outputs += run.outputs
-                for name, values in run.layers.items():
-                    self._layers[name] += values
         if not self.calls:
             raise RetrofitError(
                 f"the network did not take the example inputs ({with_class(refusals[0])}); give it others with `inputs`"
             ) from refusals[0]
         self.batches = tuple(call.batch for call in self.calls)
         tensors = [tensor for answer in self._outputs for tensor in answer]
-        # why there is nothing to compare with
         self.not_checked = _nothing_to_compare(tensors)
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
         dtype = next((tensor.dtype for tensor in tensors), torch.float32)
-        self.tolerance = max(
-            tolerance, 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        )
+        rounding = 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        self.tolerance = max(tolerance, rounding)
+
+    def _add(self, model: nn.Module, call: Call) -> None:
+        """Keep what the network answers to a call."""
+        parts = [call]
+        answers = _Answers.of(model, parts, self._layers)
+        if answers.boxes:
+            parts = parts_of_detector(model, call) or parts
+            answers = _Answers.of(model, parts, self._layers)
+        self.calls.append(call)
+        self.parts += parts
+        self._outputs += answers.outputs
+        for name, values in answers.layers.items():
+            self._layers[name] += values
 
     @property
     def shapes(self) -> dict[str, list[torch.Size]]:
@@ -242,48 +249,71 @@ class Reference:
         """Compare another network, or any function of the same arguments, with this one; a module
         is left as it was.
 
-        Returned is the output that differs most; if the outputs are the same, the first layer that
-        is not; if every output is zero but for rounding (the mean of what is normalized over it),
-        the layer that differs most. Without `layers` only the outputs count. A RetrofitError says
-        that `other` does not take what this network took.
+        Args:
+            other: The network or function.
+            layers: Whether the layers count beside the outputs.
+
+        Returns:
+            The output that differs most; if the outputs are the same, the first layer that is not;
+            if every output is zero but for rounding (the mean of what is normalized over it), the
+            layer that differs most.
+
+        Raises:
+            RetrofitError: If `other` does not take what this network took.
         """
         if self.not_checked:
             return Comparison(
                 tolerance=self.tolerance, batches=self.batches, not_checked=self.not_checked
             )
         watched = self._layers if layers else {}
+        answers = self._answers_of(other, watched)
+        # Without layers there is nothing else to judge by than the outputs, however small.
+        largest = max(
+            (scale_of(value) for values in watched.values() for _, value in values), default=0.0
+        )
+        result = self._compare_outputs(answers.outputs, zero=_ROUNDING * largest)
+        if not result.differs:
+            result = self._worse_layer(result, answers, watched)
+        if not result.differs and not result.scale:
+            result = replace(
+                result, not_checked="every output is zero, which proves nothing; check the weights"
+            )
+        agreement = self._top1_agreement(answers.outputs)
+        return replace(result, batches=self.batches, top1_agreement=agreement)
+
+    def _answers_of(self, other: Any, watched: Iterable[str]) -> _Answers:
+        """Make the same calls of another network."""
         left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
         try:
             with left_alone, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                run = _Answers.of(other, self.parts, watched)
+                return _Answers.of(other, self.parts, watched)
         except RetrofitError:
             raise
         except Exception as error:
             raise RetrofitError(
                 f"the network does not take what it took before ({with_class(error)})"
             ) from error
-        # without layers there is nothing else to judge by than the outputs, however small
-        largest = max(
-            (scale_of(value) for values in watched.values() for _, value in values), default=0.0
-        )
-        result = self._compare_outputs(run.outputs, zero=_ROUNDING * largest)
-        if not result.differs:
-            rows = [self._compare_layer(name, run.layers[name]) for name in watched]
-            judged_by_layers = (
-                max(rows, key=_BY_SHARE, default=result) if result.scale == 0 else result
-            )
-            result = next((row for row in rows if row.differs), judged_by_layers)
-        if not result.differs and not result.scale:
-            result = replace(
-                result, not_checked="every output is zero, which proves nothing; check the weights"
-            )
+
+    def _worse_layer(
+        self, result: Comparison, answers: _Answers, watched: Iterable[str]
+    ) -> Comparison:
+        """Return the first layer that differs, where the outputs do not; else the outputs' result,
+        or where they are zero that of the layer that differs most.
+        """
+        rows = [self._compare_layer(name, answers.layers[name]) for name in watched]
+        differing = next((row for row in rows if row.differs), None)
+        if differing is not None:
+            return differing
+        return max(rows, key=_BY_SHARE, default=result) if result.scale == 0 else result
+
+    def _top1_agreement(self, outputs: _Outputs) -> float | None:
+        """Return the share of the samples with the same highest score; None if none has scores."""
         same = [
             ours[0].argmax(1) == theirs[0].argmax(1)
-            for part, ours, theirs in zip(self.parts, self._outputs, run.outputs, strict=True)
+            for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
             if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]
         ]
-        agreement = float(torch.cat(same).double().mean()) if same else None
-        return replace(result, batches=self.batches, top1_agreement=agreement)
+        return float(torch.cat(same).double().mean()) if same else None
 
     def _compare_outputs(self, outputs: _Outputs, zero: float) -> Comparison:
         pairs: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
@@ -321,36 +351,44 @@ def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     What is in `seen`, by `id`, is left out.
     """
     seen = set() if seen is None else seen
-    held: Iterable[Any] = ()
     if isinstance(answer, Tensor):
         yield answer
-    elif (
-        isinstance(answer, str | bytes | int | float | nn.Module | type | None)
-        or id(answer) in seen
-    ):
+    elif isinstance(answer, _NO_TENSORS) or id(answer) in seen:
         return
-    elif isinstance(answer, Mapping):
-        held = answer.values()
-    elif isinstance(answer, list | tuple):
-        held = answer
-    elif is_dataclass(answer):
-        held = (getattr(answer, one.name, None) for one in fields(answer))
-    elif hasattr(answer, "__dict__") and not callable(answer):
-        held = vars(answer).values()
     seen.add(id(answer))
-    for one in held:
-        yield from tensors_of(one, seen)
+    for value in _held_by(answer):
+        yield from tensors_of(value, seen)
 
 
-def largest_gap(one: Tensor, other: Tensor) -> float:
+def _held_by(answer: Any) -> Iterable[Any]:
+    """Return the values in an answer that may hold tensors."""
+    if isinstance(answer, Tensor):
+        return ()
+    if isinstance(answer, Mapping):
+        return answer.values()
+    if isinstance(answer, list | tuple):
+        return answer
+    if is_dataclass(answer):
+        return [getattr(answer, entry.name, None) for entry in fields(answer)]
+    if hasattr(answer, "__dict__") and not callable(answer):
+        return vars(answer).values()
+    return ()
+
+
+def largest_gap(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one
     side only.
     """
-    if one.shape != other.shape:
+    if ours.shape != theirs.shape:
         return math.inf
-    a, b = (torch.view_as_real(t).double() if t.is_complex() else t.double() for t in (one, other))
+    a = _doubles(ours)
+    b = _doubles(theirs)
     gap = (a - b)[(a != b) & ~(a.isnan() & b.isnan())].abs()
     return float(gap.nan_to_num(math.inf, math.inf).max()) if gap.numel() else 0.0
+
+
+def _doubles(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
 
 
 def scale_of(source: Tensor) -> float:

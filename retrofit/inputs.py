@@ -20,11 +20,11 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 """As a user gives them: one tensor, the positional arguments, or the keyword arguments of one call.
 """
 
-# the second for a network that refuses a single sample
+# The second for a network that refuses a single sample
 _BATCHES = (1, 2), (2, 3)
-# of a video clip; torchvision's S3D and MViT take no fewer
+# Of a video clip; torchvision's S3D and MViT take no fewer
 _FRAMES = 16
-# of two images of different sizes
+# Of two images of different sizes
 _SIDES = (64, 96), (96, 64)
 
 
@@ -40,9 +40,10 @@ class Call:
         """Make the call with copies of its tensors, which the network may overwrite; random numbers
         are seeded.
         """
-        own = self._mapped(lambda x: x.detach().clone())
+        copies = self._mapped(lambda x: x.detach().clone())
+        module = model.get_submodule(self.stage) if self.stage else model
         torch.manual_seed(0)
-        return (model.get_submodule(self.stage) if self.stage else model)(*own.args, **own.kwargs)
+        return module(*copies.args, **copies.kwargs)
 
     @property
     def batch(self) -> int:
@@ -71,11 +72,9 @@ class Call:
 
     def resized(self, rows: int) -> "Call":
         """Return the call with another number of samples, its own in turn."""
-        return (
-            self
-            if rows == self.batch
-            else self.select(torch.arange(rows, device="cpu") % self.batch)
-        )
+        if rows == self.batch:
+            return self
+        return self.select(torch.arange(rows, device="cpu") % self.batch)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Call":
         args, kwargs = tree_map_only(Tensor, function, (self.args, dict(self.kwargs)))
@@ -88,19 +87,24 @@ def example_calls(
     """Return calls that a network takes: the one with the `inputs` as they are, or two with seeded
     random numbers.
 
-    `input_size` is the shape of one random sample, (C, H, W) for images; the network's own if None.
     The batches are of 1 and 2 samples, or of 2 and 3 where the network refuses a single one. The
-    network is left as it was. A UsageError says that both arguments are given, a RetrofitError that
-    the network does not take random samples of that size.
+    network is left as it was.
+
+    Args:
+        model: The network.
+        inputs: Example inputs; None for random ones.
+        input_size: The shape of one random sample, (C, H, W) for images; the network's own if None.
+
+    Raises:
+        UsageError: If both arguments are given.
+        RetrofitError: If the network does not take random samples of that size.
     """
     if inputs is not None:
         if input_size is not None:
             raise UsageError(
                 "`inputs` and `input_size` both say what the network is run on; leave one out"
             )
-        if isinstance(inputs, Mapping):
-            return [Call(kwargs=dict(inputs))]
-        return [Call((inputs,) if isinstance(inputs, Tensor) else tuple(inputs))]
+        return [_call_with(inputs)]
     size = tuple(input_size or own_input_size(model))
     listed = len(size) == 3 and takes_image_list(model, size[0])
     refusals: list[Exception] = []
@@ -110,13 +114,21 @@ def example_calls(
             with undisturbed(model):
                 calls[0].on(model)
             return calls
-        # anything may come out of a network's own code
+        # Anything may come out of a network's own code
         except Exception as error:
             refusals.append(error)
     raise RetrofitError(
         f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(refusals[0])}); "
         "give example tensors with `inputs`, or another `input_size`"
     ) from refusals[0]
+
+
+def _call_with(inputs: Inputs) -> Call:
+    if isinstance(inputs, Mapping):
+        return Call(kwargs=dict(inputs))
+    if isinstance(inputs, Tensor):
+        return Call((inputs,))
+    return Call(tuple(inputs))
 
 
 def own_input_size(model: nn.Module) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import nn
 from retrofit.errors import UsageError
 from retrofit.utils.text import shown
 
-# of what builds a network of one's own: `py:package.module:callable`
+# Of what builds a network of one's own: `py:package.module:callable`.
 PREFIX = "py:"
 # Arguments of the builders that fetch or read weights: that is the business of `pretrained` and
 # `checkpoint`, and an artifact must not be able to ask for it.
@@ -40,16 +40,20 @@ class ModelSource:
 
     torchvision builds some networks differently when weights are asked for. There `kwargs` names
     the weights as `weights`, and says of detection and segmentation networks by `trained_backbone`
-    that their backbone has some; what is built then has that structure, and nothing is fetched. A
-    UsageError says which argument would fetch or read any.
+    that their backbone has some; what is built then has that structure, and nothing is fetched.
+
+    Attributes:
+        library: What builds it; "own" for a network of the user's own.
+        name: The library's ("resnet50.a1_in1k"); for "own" what builds it
+            ("package.module:callable"), or its class.
+        kwargs: Arguments of the builder, JSON values.
+
+    Raises:
+        UsageError: If an argument would fetch or read weights.
     """
 
-    # "own": a network of the user's own
     library: Literal["timm", "torchvision", "own"]
-    # the library's ("resnet50.a1_in1k"); for "own" what builds it ("package.module:callable"), or
-    # its class
     name: str
-    # of the builder, JSON values
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -58,18 +62,20 @@ class ModelSource:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelSource":
-        """Rebuild from `asdict`'s values, which may come from anyone: only registered names, no
-        weights to fetch.
+        """Rebuild from `asdict`'s values, which may come from anyone.
+
+        Raises:
+            ValueError: If the name is not a library's own: no weights to fetch, nothing to import.
         """
         source = cls(str(values["library"]), str(values["name"]), dict(values["kwargs"]))  # type: ignore[arg-type]
-        if source.library != "own" and (
-            source.library not in ("timm", "torchvision") or ":" in source.name
-        ):
+        registered = source.library in ("timm", "torchvision") and ":" not in source.name
+        if source.library != "own" and not registered:
             raise ValueError(f"{source.name!r} of {source.library!r} is not a registered network")
         return source
 
     def __post_init__(self) -> None:
-        if refused := sorted(RESERVED_KWARGS & self.kwargs.keys()):
+        refused = sorted(RESERVED_KWARGS & self.kwargs.keys())
+        if refused:
             raise UsageError(
                 f"{refused[0]!r} is not a model argument; use `pretrained=True` or `checkpoint=FILE`"
             )
@@ -77,15 +83,21 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """What a network expects of its images, as `timm.data.create_transform` takes it; mean and std
-    are per channel.
+    """What a network expects of its images, as `timm.data.create_transform` takes it.
+
+    Attributes:
+        input_size: (C, H, W).
+        mean: Per channel.
+        std: Per channel.
+        interpolation: How images are resized.
+        crop_pct: Share of the resized image that is left.
+        crop_mode: How it is cut out.
 
     Raises:
         UsageError: If no images have such sizes and numbers; TypeError or OverflowError for what is
             none.
     """
 
-    # (C, H, W)
     input_size: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -95,28 +107,17 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         check_size(self.input_size)
-        right = {
+        valid = {
+            "mean": _are_numbers(self.mean),
+            "std": _are_numbers(self.std) and min(self.std) > 0,
+            "crop_pct": _is_number(self.crop_pct) and self.crop_pct > 0,
             "interpolation": self.interpolation in _INTERPOLATIONS,
             "crop_mode": self.crop_mode in _CROP_MODES,
         }
-        for name, numbers in (
-            ("mean", self.mean),
-            ("std", self.std),
-            ("crop_pct", (self.crop_pct,)),
-        ):
-            # A file's text may stand where numbers belong, or none
-            is_filled = isinstance(numbers, tuple) and bool(numbers)
-            # As numpy's float64
-            real = all(isinstance(x, int | float) and not isinstance(x, bool) for x in numbers)
-            right[name] = (
-                is_filled
-                and real
-                and all(math.isfinite(x) and (name == "mean" or x > 0) for x in numbers)
-            )
-        for name in (name for name in right if not right[name]):
-            raise UsageError(
-                f"no images have {name} {shown(getattr(self, name))}; mend the preprocessing"
-            )
+        for name, is_valid in valid.items():
+            if not is_valid:
+                value = shown(getattr(self, name))
+                raise UsageError(f"no images have {name} {value}; mend the preprocessing")
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -133,11 +134,26 @@ class Preprocess:
         return cls(**plain)
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number, numpy's float64 among them, and no truth value."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value)
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether a value is a tuple of numbers; a file's text, or nothing, may stand there."""
+    return isinstance(values, tuple) and bool(values) and all(map(_is_number, values))
+
+
 def check_size(sizes: Sequence[Any]) -> None:
-    """Raise UsageError for what is no (C, H, W) or (N, C, H, W) of images."""
-    if len(sizes) not in (3, 4) or not all(
-        type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes
-    ):
+    """Check the size of images.
+
+    Raises:
+        UsageError: If it is no (C, H, W) or (N, C, H, W).
+    """
+    possible = all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes)
+    if len(sizes) not in (3, 4) or not possible:
         raise UsageError(f"no images have size {shown(sizes)}; mend the preprocessing")
 
 
@@ -145,29 +161,31 @@ def check_size(sizes: Sequence[Any]) -> None:
 class Record:
     """What is known about a network; None where nobody said.
 
-    `weights` is {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None};
-    of a checkpoint also, where there is something to say, "key" (which of its weights were taken),
-    "others" (which were not), "left_random" (tensors of the network that it did not give) and
-    "left_out" (its own that were not taken).
+    Attributes:
+        source: Where it comes from.
+        weights: {"kind": "random" | "pretrained" | "checkpoint" | "unknown", "from": str | None};
+            of a checkpoint also, where there is something to say, "key" (which of its weights were
+            taken), "others" (which were not), "left_random" (tensors of the network that it did not
+            give) and "left_out" (its own that were not taken).
+        preprocess: What it expects of its images.
+        labels: Of its outputs; ImageNet's are WordNet ids ("n01440764").
+        plans: The conversions that it went through, in order (`retrofit.surgery.Plan`).
+        input_size: The shape of one sample, (C, H, W) for images, that its user last converted it
+            with.
     """
 
     source: ModelSource | None = None
     weights: Mapping[str, Any] | None = None
     preprocess: Preprocess | None = None
-    # of its outputs; ImageNet's are WordNet ids ("n01440764")
     labels: list[str] | None = None
-    plans: tuple[
-        Any, ...
-        # the conversions that it went through, in order (`retrofit.surgery.Plan`)
-    ] = ()
-    # The shape of one sample, (C, H, W) for images, that its user last converted it with
+    plans: tuple[Any, ...] = ()
     input_size: tuple[int, ...] | None = None
 
 
 def record_of(model: nn.Module) -> Record:
     """Return the record of a network, or of the one in a wrapper; an empty one if it has none."""
-    found = vars(unwrapped(model)).get(_ATTRIBUTE)
-    return found if isinstance(found, Record) else Record()
+    record = vars(unwrapped(model)).get(_ATTRIBUTE)
+    return record if isinstance(record, Record) else Record()
 
 
 def set_record(model: nn.Module, **changes: Any) -> None:
@@ -177,10 +195,7 @@ def set_record(model: nn.Module, **changes: Any) -> None:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the network in wrappers of torch.compile, DataParallel and DistributedDataParallel."""
-    kind = (
-        "module"
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        else "_orig_mod"
-    )
-    inner = vars(model).get("_modules", {}).get(kind)
+    parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    name = "module" if parallel else "_orig_mod"
+    inner = vars(model).get("_modules", {}).get(name)
     return model if inner is None else unwrapped(inner)

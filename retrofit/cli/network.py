@@ -30,11 +30,11 @@ def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]
 
 def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
     """Open MODEL with its options, and say what it is; --network may be for the MODEL `beside` it."""
-    own = taken(given, open_model)
+    options = taken(given, open_model)
     if beside is not None and artifact_path(beside) is not None and artifact_path(text) is None:
-        own["network"] = None
+        options["network"] = None
     with waiting(f"opening {text}"):
-        network = open_model(text, **own)
+        network = open_model(text, **options)
     introduce(network)
     return network
 
@@ -67,17 +67,17 @@ def read_calibration(given: dict[str, Any], network: Network, images: int = 128)
 
 
 def device_named(name: str | None) -> torch.device:
-    """Return a device to run on, by default a GPU if there is one; a UsageError says that there is
-    no such device.
+    """Return a device to run on, by default a GPU if there is one.
+
+    Raises:
+        UsageError: If there is no such device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
-    except (
-        Exception
-        # torch raises RuntimeError, AssertionError, NotImplementedError, ...
-    ) as error:
+    # torch raises RuntimeError, AssertionError, NotImplementedError, ...
+    except Exception as error:
         why = one_line(error).rstrip(".")
         raise UsageError(
             f"cannot use `device={name!r}` ({why}); leave it out or use cpu"
@@ -89,12 +89,13 @@ def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
     arguments.
 
     The default data type is bfloat16 on a CPU, float16 elsewhere.
+
+    Raises:
+        UsageError: If there is no such device, or a data type without mixed precision.
     """
-    device, amp, amp_dtype = (
-        device_named(given.pop("device")),
-        given.pop("amp"),
-        given.pop("amp_dtype"),
-    )
+    device = device_named(given.pop("device"))
+    amp = given.pop("amp")
+    amp_dtype = given.pop("amp_dtype")
     if amp_dtype is not None and not amp:
         raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
     half = amp_dtype or ("bfloat16" if device.type == "cpu" else "float16")
@@ -102,14 +103,16 @@ def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
 
 
 def output_file(given: Path | None, default: str, force: bool) -> Path:
-    """Return the file that a command writes, what -o says or `default`; a RetrofitError says why it
-    cannot be written.
+    """Return the file that a command writes: what -o says, or `default`.
 
-    A name with a different ending from `default`'s is a UsageError: with --force it could be the
-    artifact that is read.
+    Raises:
+        RetrofitError: If it cannot be written.
+        UsageError: If it has another ending than `default`: with --force it could be the artifact
+            that is read.
     """
     output = given or Path(default)
-    if output.suffix != (ending := Path(default).suffix):
+    ending = Path(default).suffix
+    if output.suffix != ending:
         raise UsageError(
             f"{output} would not be recognised later; give -o a name that ends in {ending}"
         )
@@ -126,7 +129,7 @@ def file_stem(model: str) -> str:
         return rest.replace(":", "-")
     path = Path(rest if prefix in ("tv", "torchvision", "hf-hub", "local-dir") else model)
     stem = path.name.removesuffix(".safetensors")
-    in_run = (
-        stem in ("best", "last") and path.parent.name
-    )  # of a fine-tuning run, whose folder tells it from others
-    return f"{path.parent.name}-{stem}" if in_run else stem
+    folder = path.parent.name
+    # Of a fine-tuning run, whose folder tells it from others.
+    in_run = folder and stem in ("best", "last")
+    return f"{folder}-{stem}" if in_run else stem

@@ -26,6 +26,7 @@ from retrofit.layers.strength import common_strength, refuse_partial_state
 from retrofit.networks import contents, library
 from retrofit.networks.contents import checksum, fill, misfit, tensors_of
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, damaged, is_artifact, seal
+from retrofit.networks.own_networks import class_source
 from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
 from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs, type_problem
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
@@ -57,7 +58,8 @@ def artifact_path(text: str) -> Path | None:
     if prefix == "local-dir":
         file = Path(name) / WEIGHTS
         return file if is_artifact(file) else None
-    return Path(text) if Path(text).suffix == ".safetensors" else None
+    file = Path(text)
+    return file if file.suffix == ".safetensors" else None
 
 
 def _fetched(text: str, name: str) -> Path | None:
@@ -138,7 +140,8 @@ def save(
     preprocess = preprocess or record.preprocess or library.preprocess_of(model, origin)
     outputs = sample_outputs(model, preprocess.input_size)
     if not outputs.not_checked:
-        if problem := type_problem(model, outputs.size):
+        problem = type_problem(model, outputs.size)
+        if problem:
             raise RetrofitError(f"{problem}; give its tensors one type, with `.float()` say")
         if structure is not model:
             _check_rebuilt(origin, plans, tensors, outputs)
@@ -176,7 +179,7 @@ def _known_source(
 ) -> ModelSource | None:
     """Return what `save` was told of a network's source; None if nothing."""
     if source == "own":
-        return library.class_source(model)
+        return class_source(model)
     if isinstance(source, str):
         return library.with_options(library.parse(source), model_kwargs=model_kwargs)
     if model_kwargs:
@@ -195,7 +198,8 @@ def _check_rebuilt(
     """Refuse to save a network whose library builds another function of its tensors."""
     twin = rebuilt(source, plans)
     fill(twin, tensors)
-    if problem := outputs.difference(twin):
+    problem = outputs.difference(twin)
+    if problem:
         raise RetrofitError(
             f"built again, {source} differs: {problem}; save it with `save(source='own')`"
         )
@@ -245,7 +249,9 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
     model, manifest = opened(artifact_path(str(path)) or path, into)
     if manifest.not_checked:
         warnings.warn(f"{path} is {manifest.not_checked}", stacklevel=2)
-    return into if into is not None and unwrapped(into) is model else model
+    if into is not None and unwrapped(into) is model:
+        return into
+    return model
 
 
 def opened(
@@ -272,13 +278,14 @@ def opened(
         _check_target(into)
         plans = surgery.unrepeated(plans, into)
         if source.library == "own":
-            source = record_of(into).source or library.class_source(into)
+            source = record_of(into).source or class_source(into)
     elif source.library == "own":
         raise UsageError(f"{path} holds a network of one's own, {printable(source, 100)}; {needs}")
     tensors = _read_tensors(path, manifest)
     with nullcontext() if into is None else unchanged_on_failure(into):
         model = _built(path, manifest, plans, tensors, into)
-        if problem := _not_as_saved(model, manifest):
+        problem = _not_as_saved(model, manifest)
+        if problem:
             raise RetrofitError(
                 f"{path} does not come back as it was saved with {_made_with(manifest)}: {problem}"
             )

@@ -121,15 +121,15 @@ def push_to_hub(
 
 def _write_config(model: nn.Module, manifest: Mapping[str, Any], path: Path) -> None:
     """Write what timm and transformers read, as timm does."""
-    source, to = ModelSource.from_dict(manifest["model"]), manifest["conversion"]["to"]
+    source = ModelSource.from_dict(manifest["model"])
+    to = manifest["conversion"]["to"]
     ours = {"library_name": LIBRARY, "pretrained_cfg": manifest["preprocess"]}
     if source.library == "timm" and not to:
         save_config_for_hf(unwrapped(model), str(path), ours, source.kwargs)
         return
-    what = (
-        f"{to} of {source}" if to else f"network {source}"
-    )  # timm reads a name up to its first dot
-    config: dict[str, Any] = {"architecture": f"{what}: open it with retrofit.load", **ours}
+    # timm reads a name up to its first dot.
+    network = f"{to} of {source}" if to else f"network {source}"
+    config: dict[str, Any] = {"architecture": f"{network}: open it with retrofit.load", **ours}
     if manifest["labels"] is not None:
         config["label_names"] = manifest["labels"]
     path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -139,48 +139,66 @@ def _model_card(
     manifest: Mapping[str, Any], license: str | None, details: Mapping[str, str]
 ) -> str:
     """Return the card of an artifact, from what `read_manifest` returns."""
-    model, weights, to = manifest["model"], manifest["weights"], manifest["conversion"]["to"]
+    model = manifest["model"]
+    to = manifest["conversion"]["to"]
     name = printable(model["name"], 100)
     tags = ["retrofit", *([to] if to else []), model["library"]]
-    head = ModelCardData(license=license, library_name="retrofit", tags=tags).to_yaml()
-    facts = {"Base model": f"{model['library']} {name}"}
-    if to:
-        strength, rows = manifest["strength"], [row["status"] for row in manifest["layers"]]
-        span = (
-            "differs by layer"
-            if strength is None
-            else f"{strength:g} (0: the base model, 1: the target)"
-        )
-        converted = f"{rows.count('converted')} of {len(rows)} normalization layers are converted"
-        facts |= {"Target": to, "Strength": span, "Layers": converted}
+    title = f"converted to {to}" if to else "not converted"
+    terms = license or "none is given: that of the base model's weights counts"
+    versions = manifest["versions"].items()
+    made_with = ", ".join(f"{key} {printable(value, 40)}" for key, value in versions)
+    lines = [
+        "---",
+        ModelCardData(license=license, library_name="retrofit", tags=tags).to_yaml(),
+        "---",
+        "",
+        f"# {name}, {title}",
+        "",
+        *(f"- {key}: {value}" for key, value in _facts(manifest).items()),
+        *(f"- {printable(key, 60)}: {printable(value, 500)}" for key, value in details.items()),
+        f"- License: {terms}",
+        f"- Made with: {made_with}",
+    ]
+    if any(str(step["to"]).endswith("-pn") for step in manifest["conversion"]["steps"]):
+        lines += ["", _PATENT]
+    into = ", into=network" if model["library"] == "own" else ""
+    lines += [
+        "",
+        "```python",
+        "import retrofit",
+        f'model = retrofit.load("hf-hub:OWNER/NAME"{into})',
+        "```",
+        "",
+    ]
+    if model["library"] == "timm" and not to:
+        lines.append("timm opens it too.")
+    else:
+        lines.append("timm alone does not open it, and says so.")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a manifest says of its network, by heading."""
+    model = manifest["model"]
+    weights = manifest["weights"]
+    images = manifest["preprocess"]
+    facts = {"Base model": f"{model['library']} {printable(model['name'], 100)}"}
+    if to := manifest["conversion"]["to"]:
+        statuses = [row["status"] for row in manifest["layers"]]
+        converted = f"{statuses.count('converted')} of {len(statuses)}"
+        facts["Target"] = to
+        facts["Strength"] = _strength(manifest["strength"])
+        facts["Layers"] = f"{converted} normalization layers are converted"
     origin = "" if weights.get("from") is None else f": {weights['from']}"
     facts["Weights before"] = printable(weights["kind"], 40) + origin
-    images = manifest["preprocess"]
     size = " x ".join(str(side) for side in images["input_size"])
     facts["Images"] = (
         f"{size}, mean {images['mean']}, std {images['std']}, {images['interpolation']}"
     )
-    facts |= {printable(key, 60): printable(value, 500) for key, value in details.items()}
-    facts["License"] = license or "none is given: that of the base model's weights counts"
-    facts["Made with"] = ", ".join(
-        f"{key} {printable(value, 40)}" for key, value in manifest["versions"].items()
-    )
-    patented = any(str(step["to"]).endswith("-pn") for step in manifest["conversion"]["steps"])
-    into = ", into=network" if model["library"] == "own" else ""
-    opens = model["library"] == "timm" and not to
-    lines = [
-        *("---", head, "---", ""),
-        *(f"# {name}, {f'converted to {to}' if to else 'not converted'}", ""),
-        *(f"- {key}: {value}" for key, value in facts.items()),
-        *(("", _PATENT) if patented else ()),
-        *(
-            "",
-            "```python",
-            "import retrofit",
-            f'model = retrofit.load("hf-hub:OWNER/NAME"{into})',
-            "```",
-            "",
-        ),
-        "timm opens it too." if opens else "timm alone does not open it, and says so.",
-    ]
-    return "\n".join(lines) + "\n"
+    return facts
+
+
+def _strength(strength: float | None) -> str:
+    if strength is None:
+        return "differs by layer"
+    return f"{strength:g} (0: the base model, 1: the target)"

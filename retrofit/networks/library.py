@@ -1,49 +1,30 @@
 """Networks of timm, of torchvision and of one's own: found by name, built, and what they expect of
 their images.
-
-One's own is `py:package.module:callable`, imported because the user typed it, and for no other
-reason. An artifact of such a network holds that name for people to read: what builds the network is
-said anew each time.
 """
 
 import difflib
-import importlib
 import json
 import logging
-import os
 import socket
-import sys
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import urlsplit
 
 import timm
 import timm.data
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
-from timm.data import (
-    IMAGENET_DEFAULT_MEAN,
-    IMAGENET_DEFAULT_STD,
-    ImageNetInfo,
-    infer_imagenet_subset,
-)
+from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
-from torchvision.models import (
-    WeightsEnum,
-    get_model,
-    get_model_builder,
-    get_model_weights,
-    list_models,
-)
+from torchvision.models import list_models
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks import own_networks, torchvision_networks
 from retrofit.record import (
     PREFIX,
     RESERVED_KWARGS,
@@ -53,49 +34,61 @@ from retrofit.record import (
     set_record,
 )
 from retrofit.utils.files import ensure_readable
-from retrofit.utils.text import one_line, printable, with_class
+from retrofit.utils.running import replaced
+from retrofit.utils.text import one_line
 
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
-typed: dict[
-    str, Callable[..., Any]
-    # what builds networks of one's own, by the names typed in this process
-] = {}
 
 
 def parse(text: str) -> ModelSource:
-    """Find the network that a name means; a UsageError shows the closest names.
+    """Find the network that a name means.
 
     It may be a timm name with optional tag, `tv:NAME`, a name that only torchvision has,
-    `hf-hub:ID`, `local-dir:FOLDER`, or `py:package.module:callable`, which is imported: a
-    RetrofitError says why it cannot be.
+    `hf-hub:ID`, `local-dir:FOLDER`, or `py:package.module:callable`, which is imported.
+
+    Raises:
+        UsageError: If there is no such network; the message shows the closest names.
+        RetrofitError: If the module of `py:` cannot be imported.
     """
     if text.startswith(PREFIX):
         name = text.removeprefix(PREFIX)
-        typed[name] = _imported(name)
+        own_networks.typed[name] = own_networks.imported(name)
         return ModelSource("own", name)
     torchvision_names = list_models()
-    match split_prefix(text):
-        case "hf-hub", name:
-            return ModelSource("timm", f"hf-hub:{name}")
-        case "local-dir", folder:
-            if not (Path(folder) / "config.json").is_file():
-                raise UsageError(
-                    f"no folder with timm's config.json at {folder!r}; check the path after local-dir:"
-                )
-            return ModelSource("timm", f"local-dir:{folder}")
-        case "tv" | "torchvision", name if name in torchvision_names:
-            return ModelSource("torchvision", name)
+    prefix, rest = split_prefix(text)
+    if prefix == "hf-hub":
+        return ModelSource("timm", f"hf-hub:{rest}")
+    if prefix == "local-dir":
+        return _local_source(rest)
+    if prefix in ("tv", "torchvision") and rest in torchvision_names:
+        return ModelSource("torchvision", rest)
+    if (source := _timm_name(text)) is not None:
+        return source
+    if text in torchvision_names:
+        return ModelSource("torchvision", text)
+    names = [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)]
+    raise _unknown(text, text.partition(".")[0], names)
+
+
+def _local_source(folder: str) -> ModelSource:
+    if not (Path(folder) / "config.json").is_file():
+        raise UsageError(
+            f"no folder with timm's config.json at {folder!r}; check the path after local-dir:"
+        )
+    return ModelSource("timm", f"local-dir:{folder}")
+
+
+def _timm_name(text: str) -> ModelSource | None:
+    """Return timm's network of a name, with its tag, if timm has such an architecture."""
     deprecated = timm.models.get_deprecated_models()
     name = deprecated.get(text) or text
     base = name.partition(".")[0]
-    if timm.is_model(base) and base not in deprecated:
-        tagged = timm.models.get_arch_pretrained_cfgs(base)
-        if name == base or name in tagged:
-            return ModelSource("timm", name)
+    if not timm.is_model(base) or base in deprecated:
+        return None
+    tagged = timm.models.get_arch_pretrained_cfgs(base)
+    if name != base and name not in tagged:
         raise _unknown(text, text, [*tagged] or [base], cutoff=0.0)
-    if text in torchvision_names:
-        return ModelSource("torchvision", text)
-    raise _unknown(text, base, [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)])
+    return ModelSource("timm", name)
 
 
 def split_prefix(text: str) -> tuple[str, str]:
@@ -103,7 +96,9 @@ def split_prefix(text: str) -> tuple[str, str]:
     nothing follows it.
     """
     prefix, _, rest = text.partition(":")
-    return (prefix.replace("_", "-").lower(), rest) if rest else ("", text)
+    if not rest:
+        return "", text
+    return prefix.replace("_", "-").lower(), rest
 
 
 def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
@@ -122,43 +117,9 @@ def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> U
     close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
     close.sort(key=lambda name: not name.startswith(sought.lower()))
     forms = "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact"
-    hint = f"did you mean {', '.join(close)}?" if close else f"give {forms} (*.safetensors)"
-    return UsageError(f"unknown model {text!r}; {hint}")
-
-
-def _imported(name: str) -> Callable[..., Any]:
-    """Import the callable that a user typed, "package.module:callable", also from the working
-    folder.
-    """
-    module_name, _, path = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
-        raise UsageError(
-            f"{PREFIX}{printable(name, 100)} names no callable; write py:package.module:callable"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        target: Any = importlib.import_module(module_name)
-    # anything may come out of the user's own module
-    except Exception as error:
-        what = f"cannot import {module_name} ({with_class(error)})"
-        raise RetrofitError(f"{what}; run this in its folder, or set PYTHONPATH") from error
-    for part in path.split("."):
-        if not hasattr(target, part):
-            names = [name for name in dir(target) if not name.startswith("_")]
-            close = difflib.get_close_matches(part, names, n=3) or names[:5] or ["nothing"]
-            raise UsageError(f"{module_name} has no {path}; it has {', '.join(close)}")
-        target = getattr(target, part)
-    if not callable(target):
-        raise UsageError(
-            f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds"
-        )
-    return target
-
-
-def class_source(model: nn.Module) -> ModelSource:
-    """Return the source of a network that no name was typed for: its class."""
-    return ModelSource("own", f"{type(model).__module__}:{type(model).__qualname__}")
+    if close:
+        return UsageError(f"unknown model {text!r}; did you mean {', '.join(close)}?")
+    return UsageError(f"unknown model {text!r}; give {forms} (*.safetensors)")
 
 
 def with_options(
@@ -173,14 +134,13 @@ def with_options(
 
     A network that takes images of any size has no argument for it: there `img_size` changes nothing
     here, and the caller records it in the preprocessing.
+
+    Raises:
+        UsageError: If an option is out of range, or means nothing to the builder.
     """
-    for size, value, least in (
-        ("num_classes", num_classes, 0),
-        ("in_chans", in_chans, 1),
-        ("img_size", img_size, 1),
-    ):
-        if value is not None and value < least:
-            raise UsageError(f"`{size}={value}` is out of range; it must be at least {least}")
+    _check_least("num_classes", num_classes, 0)
+    _check_least("in_chans", in_chans, 1)
+    _check_least("img_size", img_size, 1)
     if model_kwargs and source.library == "own":
         raise UsageError(
             f"`model_kwargs` means nothing to {source}; write a function that passes them, and name that"
@@ -196,12 +156,17 @@ def with_options(
     return replace(source, kwargs={**source.kwargs, **(model_kwargs or {}), **kwargs})
 
 
+def _check_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise UsageError(f"`{name}={value}` is out of range; it must be at least {least}")
+
+
 def _size_argument(source: ModelSource) -> str | None:
     """Name the builder's argument for the image's side; None where the network takes any size."""
     if source.library == "torchvision":
         return "image_size" if source.name.startswith("vit_") else None
     if source.library == "own":
-        return "img_size" if _takes(source.name, "img_size") else None
+        return "img_size" if own_networks.takes(source.name, "img_size") else None
     cfg = timm.models.get_pretrained_cfg(source.name)
     return "img_size" if cfg is not None and cfg.fixed_input_size else None
 
@@ -209,97 +174,48 @@ def _size_argument(source: ModelSource) -> str | None:
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     """Build a network, with random weights or the library's trained ones; its record says where it
     came from.
+
+    Raises:
+        RetrofitError: If there is no such network, or its weights cannot be had.
+        UsageError: If its builder does not take the source's arguments.
     """
     if ":" not in source.name:
         parse(str(source))
     prefix, folder = split_prefix(source.name)
     if pretrained and prefix == "local-dir":
-        # timm opens one of them, and would wait for a pipe.
-        for file in Path(folder).iterdir():
-            if not file.is_dir():
-                ensure_readable(file, "file")
+        _check_folder(Path(folder))
     fetches = pretrained or prefix == "hf-hub"
+    waiting = no_waiting_for_the_hub() if fetches else nullcontext()
     try:
-        # what the libraries say about defaults that will change is not for the user
-        with (
-            warnings.catch_warnings(action="ignore"),
-            no_waiting_for_the_hub() if fetches else nullcontext(),
-        ):
-            if source.library == "own":
-                model = _build_own(source.name, source.kwargs)
-            elif source.library == "torchvision":
-                model, source = _build_torchvision(source, pretrained)
-            else:
-                model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
-                # so that the hub or the folder is not needed again
-                if ":" in source.name:
-                    source = timm_source(model) or source
+        # What the libraries say about defaults that will change is not for the user.
+        with warnings.catch_warnings(action="ignore"), waiting:
+            model, source = _built(source, pretrained)
     except RetrofitError:
         raise
-    except (
-        Exception
-        # the builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
-    ) as error:
+    # The builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
+    except Exception as error:
         raise _build_error(source, pretrained, error) from error
     set_record(model, source=source)
     return model
 
 
-def _build_own(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
-    if name not in typed:
-        raise RetrofitError(
-            f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here"
-        )
-    if missing := [key for key in kwargs if not _takes(name, key)]:
-        raise UsageError(
-            f"{name} takes no {missing[0]}; give it that argument, or leave out `{missing[0]}`"
-        )
-    try:
-        model = typed[name](**kwargs)
-    # anything may come out of the user's own code
-    except Exception as error:
-        raise RetrofitError(f"{name} builds no network ({with_class(error)}); mend it") from error
-    if not isinstance(model, nn.Module):
-        raise RetrofitError(
-            f"{name} returns a {type(model).__name__}; let it return a torch.nn.Module"
-        )
-    return model
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder with a pipe in it: timm opens one of the files, and would wait."""
+    for file in folder.iterdir():
+        if not file.is_dir():
+            ensure_readable(file)
 
 
-def _takes(name: str, argument: str) -> bool:
-    """Whether a builder that was typed has an argument of this name."""
-    return any(
-        argument == p.name or p.kind is p.VAR_KEYWORD
-        for p in signature(typed[name]).parameters.values()
-    )
-
-
-def _build_torchvision(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
-    kwargs = dict(source.kwargs)
-    name = kwargs.pop("weights", "DEFAULT" if pretrained else None)
-    weights = None if name is None else get_model_weights(source.name)[name]
-    structure_only = weights is not None and not pretrained
-    if "weights_backbone" in signature(get_model_builder(source.name)).parameters:
-        kwargs["weights_backbone"] = "DEFAULT" if kwargs.pop("trained_backbone", False) else None
-        structure_only |= kwargs["weights_backbone"] is not None
-    with ExitStack() as patches:
-        if (
-            structure_only
-        ):  # what torchvision builds for weights (frozen norms, no auxiliary heads), without any
-            patches.enter_context(mock.patch.object(WeightsEnum, "get_state_dict", return_value={}))
-            patches.enter_context(
-                mock.patch.object(nn.Module, "load_state_dict", return_value=None)
-            )
-            if (
-                weights is not None
-                and "categories" in weights.meta
-                and (classes := kwargs.get("num_classes"))
-            ):
-                # builders compare another number of classes with the names in the weights' record
-                patches.enter_context(mock.patch.dict(weights.meta, categories=range(classes)))
-        model = get_model(source.name, weights=weights, **kwargs)
-    if weights is not None:
-        source = replace(source, kwargs={**source.kwargs, "weights": weights.name})
+def _built(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
+    """Build a network by its library, and return its source with what is known by then."""
+    if source.library == "own":
+        return own_networks.build(source.name, source.kwargs), source
+    if source.library == "torchvision":
+        return torchvision_networks.build(source, pretrained)
+    model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
+    if ":" in source.name:
+        # So that the hub or the folder is not needed again.
+        source = timm_source(model) or source
     return model, source
 
 
@@ -308,16 +224,20 @@ def no_waiting_for_the_hub() -> Iterator[None]:
     """Without a network use only what is cached: the hub's client would try, and say so, for 20
     seconds a file.
     """
-    offline, log = constants.HF_HUB_OFFLINE, logging.getLogger("huggingface_hub")
+    offline = constants.HF_HUB_OFFLINE
+    log = logging.getLogger("huggingface_hub")
     if not urllib.request.getproxies():
         try:
             socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname or "", 443)
         except OSError:
             offline = True
-    with mock.patch.object(constants, "HF_HUB_OFFLINE", offline), ExitStack() as stack:
-        stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.ERROR)
-        yield
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with replaced(constants, "HF_HUB_OFFLINE", offline):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
@@ -344,32 +264,45 @@ def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> Ret
 
 
 def timm_source(model: nn.Module) -> ModelSource | None:
-    """Read the source from what timm writes on its networks; None for others."""
+    """Read the source from what timm writes on its networks; None for others.
+
+    Raises:
+        RetrofitError: If the network was built with an argument that is no JSON value.
+    """
     cfg = getattr(model, "pretrained_cfg", None)
     if not isinstance(cfg, dict) or not cfg.get("architecture"):
         return None
-    name = f"{cfg['architecture']}.{cfg['tag']}" if cfg.get("tag") else cfg["architecture"]
-    try:
-        name = parse(name).name
-    except UsageError:
-        # a tag that only the hub's file knows
-        name = cfg["architecture"]
-    registered = timm.models.get_pretrained_cfg(name)
-    defaults = _builder_arguments(registered.to_dict()) if registered is not None else {}
+    name = _tagged_name(cfg)
     arguments = {**_builder_arguments(cfg), **getattr(model, "_model_args", {})}
-    if isinstance(classes := getattr(model, "num_classes", None), int):
+    classes = getattr(model, "num_classes", None)
+    if isinstance(classes, int):
         arguments["num_classes"] = classes
     try:
         arguments = json.loads(json.dumps(arguments))
     except TypeError as error:
-        what = f"{name} was built with an argument that a file cannot hold ({error})"
         raise RetrofitError(
-            f"{what}; build it from names and numbers, or `save(source='own')`"
+            f"{name} was built with an argument that a file cannot hold ({error}); build it from names and numbers, "
+            "or `save(source='own')`"
         ) from error
-    changed = {key: value for key, value in arguments.items() if defaults.get(key) != value}
-    return ModelSource(
-        "timm", name, {key: value for key, value in changed.items() if key not in RESERVED_KWARGS}
-    )
+    registered = timm.models.get_pretrained_cfg(name)
+    defaults = {} if registered is None else _builder_arguments(registered.to_dict())
+    changed = {
+        key: value
+        for key, value in arguments.items()
+        if defaults.get(key) != value and key not in RESERVED_KWARGS
+    }
+    return ModelSource("timm", name, changed)
+
+
+def _tagged_name(cfg: Mapping[str, Any]) -> str:
+    """Return the name in a pretrained_cfg, with its tag if timm knows it."""
+    architecture = str(cfg["architecture"])
+    name = f"{architecture}.{cfg['tag']}" if cfg.get("tag") else architecture
+    try:
+        return parse(name).name
+    except UsageError:
+        # A tag that only the hub's file knows.
+        return architecture
 
 
 def _builder_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,53 +323,47 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
 
     A network of one's own may say what it expects as timm's do, in a dict `pretrained_cfg`; else it
     gets timm's usual one, images of 224 pixels with ImageNet's mean and standard deviation.
+
+    Raises:
+        RetrofitError: If that `pretrained_cfg` describes no images.
     """
     if source.library == "torchvision":
-        usual = _torchvision_preprocess(source)
+        usual = torchvision_networks.preprocess_of(source)
     else:
-        first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-        cfg = {"input_size": (3 if first is None else first.in_channels, 224, 224)}
-        cfg |= getattr(model, "pretrained_cfg", None) or {}
-        given = record_of(model).input_size
-        # of a network that a library builds, the library's size counts
-        if source.library == "own" and given is not None and len(given) == 3:
-            cfg["input_size"] = given
-        try:
-            usual = Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise RetrofitError(
-                f"the network's `pretrained_cfg` is wrong ({one_line(error)}); mend it"
-            ) from error
-    size = source.kwargs.get("img_size", source.kwargs.get("image_size"))
-    height, width = (size, size) if isinstance(size, int) else size or usual.input_size[1:]
+        usual = _timms_preprocess(model, source)
     channels = source.kwargs.get("in_chans", usual.input_size[0])
+    sides = source.kwargs.get("img_size", source.kwargs.get("image_size")) or usual.input_size[1:]
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    return replace(
+        usual,
+        input_size=(channels, height, width),
+        mean=_per_channel(usual.mean, channels),
+        std=_per_channel(usual.std, channels),
+    )
 
-    def each_channel(values: tuple[float, ...]) -> tuple[float, ...]:
-        return values if len(values) == channels else (sum(values) / len(values),) * channels
 
-    mean, std = each_channel(usual.mean), each_channel(usual.std)
-    return replace(usual, input_size=(channels, height, width), mean=mean, std=std)
-
-
-def _torchvision_preprocess(source: ModelSource) -> Preprocess:
+def _timms_preprocess(model: nn.Module, source: ModelSource) -> Preprocess:
+    """Return what timm makes of a network's `pretrained_cfg`."""
+    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    channels = getattr(first, "in_channels", 3)
+    cfg = {"input_size": (channels, 224, 224), **(getattr(model, "pretrained_cfg", None) or {})}
+    given = record_of(model).input_size
+    # Of a network that a library builds, the library's size counts.
+    if source.library == "own" and given is not None and len(given) == 3:
+        cfg["input_size"] = given
     try:
-        transforms = get_model_weights(source.name)[
-            source.kwargs.get("weights", "DEFAULT")
-        ].transforms()
-    # a network that the user registered, without weights
-    except (ValueError, KeyError):
-        transforms = None
-    resize = getattr(transforms, "resize_size", None) or [224 * 8 // 7]
-    crop = getattr(transforms, "crop_size", None) or (
-        resize if hasattr(transforms, "resize_size") else [224]
-    )
-    return Preprocess(
-        input_size=(3, crop[0], crop[-1]),
-        mean=tuple(getattr(transforms, "mean", IMAGENET_DEFAULT_MEAN)),
-        std=tuple(getattr(transforms, "std", IMAGENET_DEFAULT_STD)),
-        interpolation=getattr(getattr(transforms, "interpolation", None), "value", "bilinear"),
-        crop_pct=crop[0] / resize[0],
-    )
+        return Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RetrofitError(
+            f"the network's `pretrained_cfg` is wrong ({one_line(error)}); mend it"
+        ) from error
+
+
+def _per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Return a value for each channel: these, or their mean where there are more or fewer."""
+    if len(values) == channels:
+        return values
+    return (sum(values) / len(values),) * channels
 
 
 def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
@@ -444,15 +371,15 @@ def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
     not tell.
     """
     if source.library == "torchvision":
-        weights = source.kwargs.get("weights")
-        names = get_model_weights(source.name)[weights].meta.get("categories") if weights else None
-        return (
-            list(ImageNetInfo().label_names() if len(names) == 1000 else names) if names else None
-        )
-    if names := getattr(model, "pretrained_cfg", {}).get("label_names"):
-        return list(names) if len(names) == getattr(model, "num_classes", None) else None
+        return torchvision_networks.labels_of(source)
+    names = getattr(model, "pretrained_cfg", {}).get("label_names")
+    if names:
+        named = len(names) == getattr(model, "num_classes", None)
+        return list(names) if named else None
     subset = infer_imagenet_subset(model)
-    return list(ImageNetInfo(subset).label_names()) if subset else None
+    if not subset:
+        return None
+    return list(ImageNetInfo(subset).label_names())
 
 
 def weights_name(model: nn.Module, source: ModelSource) -> str:

@@ -10,17 +10,18 @@ from torch import nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.strength import common_strength
 from retrofit.networks import artifact
-from retrofit.networks.checkpoint import Match, load_into, read_checkpoint
+from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
 from retrofit.networks.library import (
     build,
-    class_source,
     labels_of,
     parse,
     preprocess_of,
     weights_name,
     with_options,
 )
+from retrofit.networks.load_weights import Loaded, Match, load_into
 from retrofit.networks.manifest import Manifest, is_artifact
+from retrofit.networks.own_networks import class_source
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of
 from retrofit.utils.text import plural, printable, shortlist
@@ -61,33 +62,39 @@ class Network:
         """What it is, as JSON values: `model`, `target` (what it was converted to last), `strength`
         and `weights`.
         """
-        plans, strength = plans_of(self.model), common_strength(self.model)
-        target = plans[-1].to if plans else None
+        plans = plans_of(self.model)
         return {
             "model": self.source.name,
-            "target": target,
-            "strength": strength,
+            "target": plans[-1].to if plans else None,
+            "strength": common_strength(self.model),
             "weights": self.weights,
         }
 
 
 def weights_sentence(weights: Mapping[str, Any]) -> str:
     """Say whose weights a network has, in words that nobody can miss."""
+    origin = printable(weights.get("from"), 200)
     match weights.get("kind"):
         case "random":
             return "weights: RANDOM (pass `pretrained=True` or `checkpoint=FILE` for trained ones)"
         case "pretrained":
-            return f"weights: pretrained ({printable(weights.get('from'), 200)})"
+            return f"weights: pretrained ({origin})"
         case "checkpoint":
-            key, others = weights.get("key"), weights.get("others") or []
-            part = f", its {printable(key, 64)}" if key else ""
-            part += " in PART" if weights.get("left_random") else ""
-            instead = (
-                f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)" if others else ""
-            )
-            return f"weights: checkpoint {printable(weights.get('from'), 200)}{part}{instead}"
+            return f"weights: checkpoint {origin}{_part_taken(weights)}"
         case _:
             return "weights: of unknown origin (saved from Python without weights=)"
+
+
+def _part_taken(weights: Mapping[str, Any]) -> str:
+    """Say which part of a checkpoint was taken, and what else it holds."""
+    said = ""
+    if key := weights.get("key"):
+        said += f", its {printable(key, 64)}"
+    if weights.get("left_random"):
+        said += " in PART"
+    if others := weights.get("others"):
+        said += f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)"
+    return said
 
 
 def open_model(
@@ -107,96 +114,167 @@ def open_model(
     """Open a network by a name that `parse` takes, or an artifact by its path or the hub's name of
     it.
 
-    `match` (None is "name"), `checkpoint_key` and `checkpoint_partial` are what `load_into` and
-    `read_checkpoint` take; sizes that are None are the library's. `network`,
-    `py:package.module:callable`, builds what an artifact of a user's own network holds.
+    Args:
+        text: The name or path.
+        pretrained: Whether to fetch the library's weights.
+        checkpoint: A file of weights to load.
+        match: How its tensors are paired with the network's; None is "name". As `load_into` takes
+            it.
+        checkpoint_key: Which of its weights to take, as `read_checkpoint` takes it.
+        checkpoint_partial: Whether to take what fits.
+        num_classes: Number of outputs; like the sizes below, the library's if None.
+        in_chans: Number of image channels.
+        img_size: Image height and width in pixels.
+        model_kwargs: More arguments of the builder.
+        network: What builds the network in an artifact of the user's own,
+            `py:package.module:callable`.
+
+    Raises:
+        RetrofitError: If the network cannot be built, or its weights cannot be had.
+        UsageError: If there is no such network, or the arguments contradict each other.
     """
-    options: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "num_classes": num_classes,
         "in_chans": in_chans,
         "img_size": img_size,
+        "model_kwargs": model_kwargs,
     }
-    options["model_kwargs"] = model_kwargs
-    if (file := artifact.artifact_path(text)) is not None:
-        others = {"pretrained": pretrained, "checkpoint": checkpoint, **options}
-        if given := [f"`{name}`" for name, value in others.items() if value not in (None, False)]:
-            raise UsageError(
-                f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}"
-            )
+    file = artifact.artifact_path(text)
+    if file is not None:
+        _refuse_given(text, {"pretrained": pretrained, "checkpoint": checkpoint, **sizes})
         return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(
             f"`network` builds what an artifact of your own network holds; {text} is none, drop it"
         )
-    if pretrained and checkpoint is not None:
-        raise UsageError(
-            "`pretrained` and `checkpoint` are two sources of weights; pass one of them"
-        )
-    chosen = {
+    _check_weights_arguments(pretrained, checkpoint, model_kwargs)
+    choices = {
         "match": match,
         "checkpoint_key": checkpoint_key,
         "checkpoint_partial": checkpoint_partial,
     }
-    if checkpoint is None and (names := [name for name, value in chosen.items() if value]):
+    if checkpoint is None:
+        _refuse_choices(choices)
+    source = with_options(parse(text), **sizes)
+    if pretrained and source.library == "own":
         raise UsageError(
-            f"`{names[0]}` says what to take of a checkpoint; give `checkpoint=FILE` too"
+            f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`"
+        )
+    # Before any time is spent on building.
+    read = None if checkpoint is None else _read(checkpoint, checkpoint_key)
+
+    model = build(source, pretrained)
+    source = record_of(model).source or source
+    set_record(model, preprocess=_preprocess(model, source, text, img_size))
+    if read is not None:
+        loaded = load_into(model, read.tensors, match or "name", checkpoint_partial)
+        set_record(model, labels=None, weights=_checkpoint_weights(checkpoint, read, loaded))
+        return Network(model, tuple(loaded.warnings))
+    if pretrained:
+        weights = {"kind": "pretrained", "from": weights_name(model, source)}
+        set_record(model, labels=labels_of(model, source), weights=weights)
+        return Network(model, _random_classifier(model, num_classes))
+    set_record(model, labels=None, weights={"kind": "random", "from": None})
+    return Network(model)
+
+
+def _refuse_given(text: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that say anew what an artifact holds."""
+    given = [f"`{name}`" for name, value in arguments.items() if value not in (None, False)]
+    if given:
+        raise UsageError(
+            f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}"
+        )
+
+
+def _check_weights_arguments(
+    pretrained: bool, checkpoint: str | Path | None, model_kwargs: Mapping[str, Any] | None
+) -> None:
+    """Refuse two sources of weights, and weights that are not asked for."""
+    if pretrained and checkpoint is not None:
+        raise UsageError(
+            "`pretrained` and `checkpoint` are two sources of weights; pass one of them"
         )
     if "weights" in (model_kwargs or {}) and not pretrained:
         raise UsageError(
             "'weights' in `model_kwargs` chooses among pretrained weights; pass `pretrained=True` too"
         )
-    source = with_options(parse(text), **options)
-    if pretrained and source.library == "own":
-        raise UsageError(
-            f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`"
-        )
-    if checkpoint is not None and is_artifact(checkpoint):
+
+
+def _refuse_choices(choices: Mapping[str, Any]) -> None:
+    """Refuse what says how to read a checkpoint where there is none."""
+    for name, value in choices.items():
+        if value:
+            raise UsageError(
+                f"`{name}` says what to take of a checkpoint; give `checkpoint=FILE` too"
+            )
+
+
+def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
+    if is_artifact(checkpoint):
         raise RetrofitError(
             f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL"
         )
-    read = None if checkpoint is None else read_checkpoint(checkpoint, checkpoint_key)
+    return read_checkpoint(checkpoint, key)
 
-    model = build(source, pretrained)
-    source = record_of(model).source or source
+
+def _preprocess(
+    model: nn.Module, source: ModelSource, text: str, img_size: int | None
+) -> Preprocess:
+    """Return what a network that was just built expects of its images."""
     preprocess = preprocess_of(model, source)
-    if img_size is not None:
-        if (
-            with_options(source, img_size=img_size) != source
-        ):  # what lies behind hf-hub: or local-dir: is known by now
-            raise UsageError(
-                f"{text} is built for one size; pass `model_kwargs={{'img_size': {img_size}}}`"
-            )
-        preprocess = replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
-    labels, warnings = None, []
-    weights: dict[str, Any] = {"kind": "random", "from": None}
-    if read is not None:
-        loaded = load_into(model, read.tensors, match or "name", checkpoint_partial)
-        warnings += loaded.warnings
-        known = {"key": read.key, "others": [*read.others], "left_random": loaded.left_random}
-        known["left_out"] = [*read.left_out, *loaded.left_out]
-        weights = {"kind": "checkpoint", "from": str(checkpoint)}
-        weights |= {name: value for name, value in known.items() if value}
-    elif pretrained:
-        labels = labels_of(model, source)
-        weights = {"kind": "pretrained", "from": weights_name(model, source)}
-        trained = getattr(model, "pretrained_cfg", {}).get("num_classes")
-        if num_classes is not None and trained not in (None, num_classes):
-            theirs = f"the pretrained weights have {plural(trained, 'class')}"
-            warnings.append(f"the classifier is RANDOM: {theirs}, not {num_classes}")
-    set_record(model, preprocess=preprocess, labels=labels, weights=weights)
-    return Network(model, tuple(warnings))
+    if img_size is None:
+        return preprocess
+    # What lies behind hf-hub: or local-dir: is known by now.
+    if with_options(source, img_size=img_size) != source:
+        raise UsageError(
+            f"{text} is built for one size; pass `model_kwargs={{'img_size': {img_size}}}`"
+        )
+    return replace(preprocess, input_size=(preprocess.input_size[0], img_size, img_size))
+
+
+def _checkpoint_weights(
+    checkpoint: str | Path | None, read: Checkpoint, loaded: Loaded
+) -> dict[str, Any]:
+    """Return the record of weights that came from a checkpoint; see `Record`."""
+    details = {
+        "key": read.key,
+        "others": [*read.others],
+        "left_random": loaded.left_random,
+        "left_out": [*read.left_out, *loaded.left_out],
+    }
+    told = {name: value for name, value in details.items() if value}
+    return {"kind": "checkpoint", "from": str(checkpoint), **told}
+
+
+def _random_classifier(model: nn.Module, num_classes: int | None) -> tuple[str, ...]:
+    """Warn that pretrained weights are of another number of classes."""
+    trained = getattr(model, "pretrained_cfg", {}).get("num_classes")
+    if num_classes is None or trained in (None, num_classes):
+        return ()
+    theirs = f"the pretrained weights have {plural(trained, 'class')}"
+    return (f"the classifier is RANDOM: {theirs}, not {num_classes}",)
 
 
 def _open_artifact(path: str, network: str | None) -> Network:
-    source, into = Manifest.read(path).source, None
+    source = Manifest.read(path).source
+    into = None
     if network is not None:
         if source.library != "own":
             raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")
-        # with the sizes that the artifact's network was built with
-        sizes = {name: source.kwargs.get(name) for name in ("num_classes", "in_chans", "img_size")}
-        given: dict[str, Any] = {name: size for name, size in sizes.items() if type(size) is int}
-        into = build(with_options(parse(network), **given)).train()
-    model, held = artifact.opened(
+        into = _own_network(network, source.kwargs)
+    model, manifest = artifact.opened(
         path, into, "say what builds it with `network='py:MODULE:CALLABLE'`"
     )
-    return Network(model, (held.not_checked,) if held.not_checked else (), path)
+    warnings = (manifest.not_checked,) if manifest.not_checked else ()
+    return Network(model, warnings, path)
+
+
+def _own_network(network: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    """Build a network of the user's own with the sizes that the artifact's was built with."""
+    sizes: dict[str, Any] = {
+        name: kwargs[name]
+        for name in ("num_classes", "in_chans", "img_size")
+        if type(kwargs.get(name)) is int
+    }
+    return build(with_options(parse(network), **sizes)).train()

@@ -12,8 +12,8 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models import get_model_builder, list_models
 
 from retrofit.errors import RetrofitError
-from retrofit.networks import library
+from retrofit.networks import library, own_networks
 from retrofit.networks.contents import SETTINGS, misfit, tensors_of
 from retrofit.record import ModelSource, record_of
 from retrofit.surgery import Plan, plans_of, replay
 from retrofit.utils.running import hooked
 from retrofit.utils.text import printable
 
-# a detector's head has one for the classes and one for their boxes
+# A detector's head has one for the classes and one for their boxes
 _SIZES = 4
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a
 # layer works out when it is called first.
@@ -44,11 +44,10 @@ _STRUCTURES = {
     "weights_backbone": ("trained_backbone", True),
 }
 # Builders make a few tensors that they replace or drop, and modules without tensors.
-_SLACK_TENSORS, _SLACK_ELEMENTS = 1_000, 10_000_000
-_NUMBER = (
-    # above any size of a network that its tensors' shapes do not show, an image's side say
-    10_000
-)
+_SLACK_TENSORS = 1_000
+_SLACK_ELEMENTS = 10_000_000
+# Above any size of a network that its tensors' shapes do not show, an image's side say.
+_NUMBER = 10_000
 _ITEMS = 100_000
 
 
@@ -60,51 +59,72 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
     """Tell where a network, converted or not, comes from, and return the skeleton of what is built
     there as the proof.
 
-    Compared are tensors' names and shapes, and every module's class and plain attributes; a
-    RetrofitError says what differs. The skeleton is converted as `model` is, and on the meta device
-    where it builds there. `source` is the answer where the network cannot tell.
+    Compared are tensors' names and shapes, and every module's class and plain attributes. The
+    skeleton is converted as `model` is, and on the meta device where it builds there.
 
     Of a network that is the user's own, and that nobody said how to build, the source is its class
     and the skeleton is the network itself.
+
+    Args:
+        model: The network.
+        source: The answer, where the network cannot tell.
+
+    Raises:
+        RetrofitError: If the library builds another network; the message says what differs.
     """
-    ours = tensors_of(model)
     known = source or record_of(model).source or library.timm_source(model)
-    # how many tensors differ, and what does
-    problems: list[tuple[int, str]] = []
+    misses: list[_Miss] = []
     for candidate in _torchvision_sources(model) if known is None else [known]:
-        if candidate.library == "own" and candidate.name not in library.typed:
+        if candidate.library == "own" and candidate.name not in own_networks.typed:
             return candidate, model
-        sources = [candidate]
-        for likely in sources:
-            try:
-                built = skeleton(likely, plans_of(model))
-            except RetrofitError as error:
-                problems.append((len(ours), str(error)))
-                continue
-            theirs = tensors_of(built)
-            shared = [
-                name for name in ours if name in theirs and ours[name].shape == theirs[name].shape
-            ]
-            unlike = {**ours, **theirs}.keys() - shared
-            if unlike:
-                problems.append(
-                    (len(unlike), f"of the tensors of {likely} here are {misfit(theirs, ours)}")
-                )
-            elif problem := _module_difference(model, built, likely):
-                problems.append((0, problem))
-            else:
-                return likely, built
-            if unlike and likely is candidate:
-                sources += _other_classes(
-                    likely, model, [ours[name] for name in unlike if name in ours]
-                )
-    if not problems:
-        return library.class_source(model), model
-    nearest = min(problems, key=itemgetter(0))[1]
+        first = _compared(model, candidate)
+        others = first.others if isinstance(first, _Miss) else ()
+        for attempt in (first, *(_compared(model, other) for other in others)):
+            if not isinstance(attempt, _Miss):
+                return attempt
+            misses.append(attempt)
+    if not misses:
+        return own_networks.class_source(model), model
+    nearest = min(misses, key=attrgetter("tensors"))
     raise RetrofitError(
-        f"this network is not the one that the library builds: {nearest}; say which it is with "
+        f"this network is not the one that the library builds: {nearest.problem}; say which it is with "
         "`save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
     )
+
+
+@dataclass(frozen=True)
+class _Miss:
+    """How a source's network is not the one that is looked for.
+
+    Attributes:
+        tensors: How many tensors differ.
+        problem: What differs.
+        others: The source with other numbers of classes, which may be the one.
+    """
+
+    tensors: int
+    problem: str
+    others: tuple[ModelSource, ...] = ()
+
+
+def _compared(model: nn.Module, source: ModelSource) -> tuple[ModelSource, nn.Module] | _Miss:
+    """Build a source's skeleton and compare it with a network."""
+    ours = tensors_of(model)
+    try:
+        built = skeleton(source, plans_of(model))
+    except RetrofitError as error:
+        return _Miss(len(ours), str(error))
+    theirs = tensors_of(built)
+    alike = {name for name in ours.keys() & theirs.keys() if ours[name].shape == theirs[name].shape}
+    unlike = (ours.keys() | theirs.keys()) - alike
+    if unlike:
+        problem = f"of the tensors of {source} here are {misfit(theirs, ours)}"
+        others = _other_classes(source, model, [ours[name] for name in unlike if name in ours])
+        return _Miss(len(unlike), problem, others)
+    problem = _module_difference(model, built, source)
+    if problem:
+        return _Miss(0, problem)
+    return source, built
 
 
 def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
@@ -131,17 +151,19 @@ def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
 
 def _other_classes(
     source: ModelSource, model: nn.Module, unlike: list[Tensor]
-) -> list[ModelSource]:
+) -> tuple[ModelSource, ...]:
     """Return a source with the numbers of classes that the network may have: what it says, or a
     size that differs.
     """
     sizes = sorted({len(tensor) for tensor in unlike if tensor.ndim})
-    numbers = [getattr(model, "num_classes", None), *(sizes if len(sizes) <= _SIZES else ())]
-    return [
+    numbers = [getattr(model, "num_classes", None)]
+    if len(sizes) <= _SIZES:
+        numbers += sizes
+    return tuple(
         replace(source, kwargs={**source.kwargs, "num_classes": number})
         for number in dict.fromkeys(numbers)
         if isinstance(number, int) and number != source.kwargs.get("num_classes")
-    ]
+    )
 
 
 def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str:
@@ -152,30 +174,56 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
     them. An attribute that only one of the two has does not count: it is a note, or comes and goes
     with a library's versions.
     """
-    ours, theirs = dict(model.named_modules()), dict(built.named_modules())
+    ours = dict(model.named_modules())
+    theirs = dict(built.named_modules())
     for name in dict.fromkeys((*ours, *theirs)):
         label = printable(name, 64) or "the network"
-        kinds = [
-            f"a {type(modules[name]).__name__}" if name in modules else "absent"
-            for modules in (ours, theirs)
-        ]
-        if kinds[0] != kinds[1]:
-            return f"{label} is {kinds[0]} here, {kinds[1]} in {source}"
-        here, there = vars(ours[name]), vars(theirs[name])
-        if "forward" in here and "forward" not in there and "_original_forward" not in here:
+        here = _kind(ours.get(name))
+        there = _kind(theirs.get(name))
+        if here != there:
+            return f"{label} is {here} here, {there} in {source}"
+        if _has_forward(ours[name]) and not _has_forward(theirs[name]):
             return f"{label} has a forward of its own here, none in {source}"
-        for key in [
-            key for key in here if key in there and not key.startswith("_") and key not in _NEUTRAL
-        ]:
-            # the state dict holds it
-            if f"setting_{key}" in ours[name]._buffers:
-                continue
-            # it is no plain value
-            with suppress(TypeError, ValueError):
-                if _plain(here[key]) != _plain(there[key]):
-                    values = [printable(values[key], 80) for values in (here, there)]
-                    return f"{printable(key, 64)} of {label} is {values[0]} here, {values[1]} in {source}"
+        for key in _compared_attributes(ours[name], theirs[name]):
+            here, there = (vars(module)[key] for module in (ours[name], theirs[name]))
+            if _differ(here, there):
+                return (
+                    f"{printable(key, 64)} of {label} is {printable(here, 80)} here, "
+                    f"{printable(there, 80)} in {source}"
+                )
     return ""
+
+
+def _kind(module: nn.Module | None) -> str:
+    return "absent" if module is None else f"a {type(module).__name__}"
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether somebody gave a module another forward; accelerate's keeps the first beside it."""
+    return "forward" in vars(module) and "_original_forward" not in vars(module)
+
+
+def _compared_attributes(ours: nn.Module, theirs: nn.Module) -> list[str]:
+    """Return the names of the attributes that tell what two modules compute.
+
+    Those that stand in a buffer are compared as tensors are.
+    """
+    return [
+        name
+        for name in vars(ours)
+        if name in vars(theirs)
+        and not name.startswith("_")
+        and name not in _NEUTRAL
+        and f"setting_{name}" not in ours._buffers
+    ]
+
+
+def _differ(ours: object, theirs: object) -> bool:
+    """Whether two plain values differ; what is no plain value does not count."""
+    try:
+        return bool(_plain(ours) != _plain(theirs))
+    except (TypeError, ValueError):
+        return False
 
 
 def _plain(value: object) -> Any:
@@ -196,7 +244,7 @@ def skeleton(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
             return replay(library.build(source), plans)
     except TooLargeError:
         raise
-    # some builders compute with values; then the real ones are needed
+    # Some builders compute with values; then the real ones are needed
     except Exception:
         return rebuilt(source, plans)
 
@@ -231,8 +279,11 @@ def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     counts = dict.fromkeys(most, 0)
 
     def count(_parent: nn.Module, _name: str, child: nn.Module | Tensor | None) -> None:
-        counts["tensors" if isinstance(child, Tensor) else "modules"] += 1
-        counts["elements"] += child.numel() if isinstance(child, Tensor) else 0
+        if isinstance(child, Tensor):
+            counts["tensors"] += 1
+            counts["elements"] += child.numel()
+        else:
+            counts["modules"] += 1
         if any(counts[kind] > most[kind] for kind in most):
             raise TooLargeError(
                 f"its manifest names a network far larger than the {len(tensors)} tensors in the file"
@@ -249,13 +300,15 @@ def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
     """Check JSON values that decide a network's size, a builder's arguments say, against the
     tensors of its file.
 
-    A TooLargeError says that a number is beyond any size that these tensors show, or that there are
-    too many values.
+    Raises:
+        TooLargeError: If a number is beyond any size that these tensors show, or there are too many
+            values.
     """
-    largest = max([_NUMBER, *(2 * size for tensor in tensors.values() for size in tensor.shape)])
     leaves = tree_leaves(values)
     if len(leaves) > _ITEMS or any(isinstance(leaf, str) and len(leaf) > _ITEMS for leaf in leaves):
         raise TooLargeError("its manifest gives it more arguments than a network has")
+    sizes = [size for tensor in tensors.values() for size in tensor.shape]
+    largest = max(_NUMBER, 2 * max(sizes, default=0))
     for leaf in leaves:
         if isinstance(leaf, int | float) and math.isfinite(leaf) and abs(leaf) > largest:
             raise TooLargeError(

@@ -88,7 +88,9 @@ class SampledOutputs:
         """Return JSON values: the attributes, or why there are none."""
         values = asdict(self)
         why = values.pop("not_checked")
-        return {"not_checked": why} if why else values
+        if why:
+            return {"not_checked": why}
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SampledOutputs":
@@ -141,7 +143,9 @@ def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
             return SampledOutputs(not_checked="it is large")
         size = _halved(size)
     outputs = sample_outputs_at(model, _halved(size))
-    return sample_outputs_at(model, size) if outputs.not_checked else outputs
+    if outputs.not_checked:
+        return sample_outputs_at(model, size)
+    return outputs
 
 
 def sample_outputs_at(
@@ -222,8 +226,14 @@ def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 def _halved(size: tuple[int, ...]) -> tuple[int, ...]:
     channels, *sides = size
-    halves = [max(side // 2 // _SIDE, 1) * _SIDE if side >= 2 * _SIDE else side for side in sides]
-    return (channels, *halves)
+    return (channels, *(_half(side) for side in sides))
+
+
+def _half(side: int) -> int:
+    """Return half of an image's side, a multiple of `_SIDE`; a small one stays."""
+    if side < 2 * _SIDE:
+        return side
+    return side // 2 // _SIDE * _SIDE
 
 
 def _image_call(model: nn.Module, size: Sequence[int]) -> Call:

@@ -59,17 +59,20 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
     """Yield the images of each batch: a tensor (N, C, H, W), or the first entry of a list or tuple,
     as loaders give it.
 
-    A single tensor is one batch. `name` is the argument, for messages. A UsageError says that
-    something else is given, a RetrofitError that a batch holds NaN or infinity, of which a fit
-    would be wrong without a word.
+    A single tensor is one batch. `name` is the argument, for messages.
+
+    Raises:
+        UsageError: If something else is given.
+        RetrofitError: If a batch holds NaN or infinity, of which a fit would be wrong without a
+            word.
     """
     single = isinstance(batches, Tensor) or not isinstance(batches, Iterable)
     for number, batch in enumerate([batches] if single else batches, 1):
         images = input_of(batch)
         if not isinstance(images, Tensor) or images.ndim < 2:
-            what = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            kind = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
             raise UsageError(
-                f"`{name}` takes batches of images, tensors (N, C, H, W); batch {number} is {what}"
+                f"`{name}` takes batches of images, tensors (N, C, H, W); batch {number} is {kind}"
             )
         if not images.isfinite().all():
             raise RetrofitError(
@@ -108,7 +111,8 @@ def without_image_rows(
         for images in (image, torch.cat([image, image])):
             rows.append({})
             run(images)
-    return {layer for layer, one in rows[0].items() if rows[1].get(layer) != 2 * one}
+    single, double = rows
+    return {layer for layer, count in single.items() if double.get(layer) != 2 * count}
 
 
 @contextmanager
@@ -127,11 +131,22 @@ def silence() -> Iterator[None]:
 
 
 @contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give a class or module of a library another attribute, and its former one afterwards."""
+    former = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, former)
+
+
+@contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
     """Put each module's mode back afterwards, by `train`, where torchvision's feature extractors
     change their graph.
     """
-    # parents first
+    # Parents first.
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -197,8 +212,10 @@ def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of a network; raise RetrofitError if it holds computed tensors, as pruned
-    layers do.
+    """Return a deep copy of a network.
+
+    Raises:
+        RetrofitError: If it holds computed tensors, as pruned layers do.
     """
     try:
         return copy.deepcopy(model)

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.checkpoint import Loaded, load_into, read_checkpoint
+from retrofit.networks.checkpoint import read_checkpoint
+from retrofit.networks.load_weights import Loaded, load_into
 from tests.networks.conftest import refused, same_tensors
 
 

@@ -18,7 +18,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import library, sampled_outputs
+from retrofit.networks import own_networks, sampled_outputs
 from retrofit.networks.library import build
 from retrofit.networks.manifest import read_manifest
 from retrofit.networks.models import open_model
@@ -34,7 +34,7 @@ Make = Callable[[], nn.Module]
 def _nothing_typed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # start as a process in which nobody named a network
-    monkeypatch.setattr(library, "typed", {})
+    monkeypatch.setattr(own_networks, "typed", {})
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def saved(tmp_path: Path) -> Path:  # a converted network of one's own, saved fr
 def test_loading_without_the_network_imports_nothing(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "_imported", lambda *_: pytest.fail("nobody typed it"))
+    monkeypatch.setattr(own_networks, "imported", lambda *_: pytest.fail("nobody typed it"))
     with pytest.raises(
         RetrofitError, match=r"tests.networks.mynet:UNet; build that network .* as `into`"
     ):

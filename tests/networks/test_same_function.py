@@ -30,8 +30,9 @@ from torch import nn
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import contents, sampled_outputs
-from retrofit.networks.checkpoint import load_into, read_checkpoint
+from retrofit.networks.checkpoint import read_checkpoint
 from retrofit.networks.library import build
+from retrofit.networks.load_weights import load_into
 from retrofit.networks.manifest import read_manifest, seal
 from retrofit.record import ModelSource, Preprocess
 from tests.networks.conftest import built, refused, same_tensors

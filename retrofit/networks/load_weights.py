@@ -1,0 +1,321 @@
+"""Weights into a network: by name, or in order, and what is said where they do not fit."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Literal
+
+import torch
+from timm.models import clean_state_dict
+from torch import Tensor, nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.networks.contents import fits, list_misfit, tensors_of
+from retrofit.utils.text import one_line, printable, shortlist
+
+# BatchNorm's and AveragedModel's, which are no weights.
+_COUNTERS = {"num_batches_tracked", "n_averaged"}
+_ROLES = {"weight", "bias", "running_mean", "running_var"}
+# Parts of a name that may be a prefix: "model.backbone.module." has three.
+_PARTS = 6
+
+Tensors = Mapping[str, Tensor]
+Names = list[str]
+# How a checkpoint's tensors are paired with a network's.
+Match = Literal["name", "order"]
+
+
+@dataclass
+class Loaded:
+    """What became of a checkpoint's tensors.
+
+    Attributes:
+        left_out: The checkpoint's tensors that the network did not take.
+        left_random: The network's tensors that the checkpoint did not give.
+        warnings: Sentences for the user.
+    """
+
+    left_out: Names = field(default_factory=list)
+    left_random: Names = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def load_into(
+    model: nn.Module, state: Tensors, match: Match = "name", partial: bool = False
+) -> Loaded:
+    """Load a checkpoint's tensors into a network: all of them, into all of its tensors, unless
+    `partial`.
+
+    By name, one prefix that the weights' names share ("model.", DistributedDataParallel's
+    "module.") is taken off, and what timm's own converter for the architecture makes of foreign
+    names and sizes is accepted too; with `partial` tensors may be missing, left over or of another
+    shape, and are listed. In "order", tensors are paired by position and shape, whatever they are
+    called. Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be absent on
+    either side. Where the tensors do not fit, the network may be half loaded.
+
+    Args:
+        model: The network.
+        state: The checkpoint's tensors, by name.
+        match: How they are paired with the network's.
+        partial: Whether to take what fits.
+
+    Raises:
+        RetrofitError: If the tensors do not fit.
+        UsageError: If `match` is unknown, or "order" is given with `partial`.
+    """
+    if match not in ("name", "order"):
+        raise UsageError(f"`match={match!r}` is unknown; choose name or order")
+    if match == "order":
+        if partial:
+            raise UsageError("`match='order'` pairs all tensors; drop it or `checkpoint_partial`")
+        loaded = _load_by_order(model, state)
+    else:
+        loaded = _load_by_name(model, state, partial)
+    broken = [
+        name
+        for name, tensor in tensors_of(model).items()
+        if not tensor.isfinite().all() and name not in loaded.left_random
+    ]
+    if broken:
+        loaded.warnings.append(
+            f"{len(broken)} tensors of the checkpoint hold NaN or infinity: {shortlist(broken)}"
+        )
+    return loaded
+
+
+def _is_counter(name: str) -> bool:
+    return name.rpartition(".")[2] in _COUNTERS
+
+
+def weight_names(names: Iterable[str]) -> Names:
+    """Return the names but for those of counters."""
+    return [name for name in names if not _is_counter(name)]
+
+
+def under_prefix(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    """Return the tensors whose names have a prefix, without it."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
+    ours = tensors_of(model)
+    state = _without_wrappers(ours, state)
+    prefix = _prefix(ours, state)
+    beside = weight_names(name for name in state if not name.startswith(prefix))
+    state = _translated(model, under_prefix(prefix, state))
+    unfit = [name for name in ours if name in state and not _alike(ours[name], state[name], name)]
+    fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
+    # torch's own hooks may rename what older versions of a network called otherwise.
+    try:
+        result = model.load_state_dict(fitting, strict=False)
+    except RuntimeError as error:
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
+        ) from error
+    misfit = _Misfit(
+        ours=ours,
+        theirs=state,
+        missing=weight_names(name for name in result.missing_keys if name not in unfit),
+        unexpected=weight_names(result.unexpected_keys) + beside,
+        unfit=unfit,
+        prefix=prefix if beside else "",
+    )
+    nothing = len(misfit.missing + unfit) == len(weight_names(ours))
+    if misfit and (nothing or not partial):
+        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {misfit}")
+    return misfit.accepted()
+
+
+def _without_wrappers(ours: Tensors, state: Tensors) -> Tensors:
+    """Take off, one by one, what DistributedDataParallel, AveragedModel and torch.compile put
+    before a network's names.
+    """
+    while ours.keys().isdisjoint(state):
+        cleaned = clean_state_dict(state)
+        if cleaned.keys() == state.keys():
+            break
+        state = cleaned
+    return state
+
+
+@dataclass
+class _Misfit:
+    """How a checkpoint's tensors do not fit a network's, by name.
+
+    Attributes:
+        ours: The network's tensors.
+        theirs: The checkpoint's, under the network's names.
+        missing: Those of the network that the checkpoint does not hold.
+        unexpected: Those of the checkpoint that the network does not have.
+        unfit: Those of both that are of another shape or type.
+        prefix: What stood before the names that were taken, if there were others.
+    """
+
+    ours: Tensors
+    theirs: Tensors
+    missing: Names
+    unexpected: Names
+    unfit: Names
+    prefix: str
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.unfit)
+
+    def __str__(self) -> str:
+        """List the tensors, and say what the user may try."""
+        pairs = {name: (self.theirs[name], self.ours[name]) for name in self.unfit}
+        return f"{list_misfit(self.missing, self.unexpected, pairs)}; {self._hint()}"
+
+    def accepted(self) -> Loaded:
+        """Return what was loaded, where the user takes what fits."""
+        loaded = Loaded(self.unexpected + self.unfit, self.missing + self.unfit)
+        if loaded.left_random:
+            said = f"of the network's {len(weight_names(self.ours))} tensors are left RANDOM"
+            loaded.warnings.append(_partial(loaded.left_random, said))
+        if loaded.left_out:
+            loaded.warnings.append(
+                _partial(loaded.left_out, "tensors of the checkpoint are left out")
+            )
+        return loaded
+
+    def _hint(self) -> str:
+        size_hint = self._size_hint()
+        if size_hint:
+            return size_hint
+        if self.prefix and not self.missing and not self.unfit:
+            key = printable(self.prefix.strip("."), 64)
+            return f"pass `checkpoint_key={key!r}` to take what is under it and no more"
+        if _order_problem(self.ours, self.theirs) is None:
+            return "all tensors pair up in order and shape: pass `match='order'`"
+        if 2 * len(self.missing + self.unfit) <= len(self.ours):
+            return "pass `checkpoint_partial=True` to take what fits"
+        return "check which network the checkpoint is of"
+
+    def _size_hint(self) -> str:
+        """Say which argument gives the network the checkpoint's sizes; empty if no one does."""
+        differing = {
+            (axis, theirs)
+            for name in self.unfit
+            for axis, (ours, theirs) in enumerate(
+                zip_longest(self.ours[name].shape, self.theirs[name].shape)
+            )
+            if ours != theirs
+        }
+        if len(differing) != 1 or self.missing or self.unexpected:
+            return ""
+        axis, size = differing.pop()
+        if axis == 0 and size:
+            return f"only the classifier differs: pass `num_classes={size}`, or `checkpoint_partial=True`"
+        if axis == 1 and len(self.unfit) == 1 and self.ours[self.unfit[0]].ndim == 4:
+            return f"only the input channels differ: pass `in_chans={size}`"
+        return ""
+
+
+def _partial(names: Names, what: str) -> str:
+    return f"PARTIAL: {len(names)} {what} ({shortlist(names)})"
+
+
+def _prefix(ours: Tensors, state: Tensors) -> str:
+    """Return what stands before the network's names in a checkpoint's, if at least half of them are
+    there.
+
+    Two prefixes that fit equally well are refused: the file holds two sets of weights.
+    """
+    weights = set(weight_names(ours))
+    counts: Counter[str] = Counter()
+    for name in state:
+        parts = name.split(".")
+        tails = (".".join(parts[length:]) for length in range(min(_PARTS, len(parts))))
+        counts.update(name.removesuffix(tail) for tail in tails if tail in weights)
+    best = max(counts.values(), default=0)
+    if counts[""] == best or 2 * best < len(weights):
+        return ""
+    fitting = [prefix for prefix, count in counts.items() if count == best]
+    if len(fitting) > 1:
+        key = printable(fitting[0].strip("."), 64)
+        raise RetrofitError(
+            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; choose with "
+            f"`checkpoint_key={key!r}`"
+        )
+    return fitting[0]
+
+
+def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
+    """Whether a tensor can take another's values; a counter may be of any type."""
+    return fits(ours, theirs) or (_is_counter(name) and ours.shape == theirs.shape)
+
+
+def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Translate names and sizes with the function that timm has for the architecture, where more
+    fits then.
+    """
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    ours = tensors_of(model)
+    fitting = _count_fitting(ours, state)
+    if convert is None or fitting == len(ours) == len(state):
+        return state
+    try:
+        with torch.no_grad():
+            entries = convert(dict(state), model).items()
+            converted = {name: value for name, value in entries if isinstance(value, Tensor)}
+    # It was written for other checkpoints, and fails on this one in its own way.
+    except Exception:
+        return state
+    if _count_fitting(ours, converted) > fitting:
+        return converted
+    return state
+
+
+def _count_fitting(ours: Tensors, state: Tensors) -> int:
+    return sum(name in state and _alike(tensor, state[name], name) for name, tensor in ours.items())
+
+
+def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
+    ours = tensors_of(model)
+    problem = _order_problem(ours, state)
+    if problem is not None:
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__} in order: {problem}"
+        )
+    pairs = list(zip(weight_names(ours), weight_names(state), strict=True))
+    our_counters = [name for name in ours if _is_counter(name)]
+    their_counters = [name for name in state if _is_counter(name)]
+    if len(our_counters) == len(their_counters):
+        pairs += zip(our_counters, their_counters, strict=True)
+    model.load_state_dict({our: state[their] for our, their in pairs}, strict=False)
+    odd = [f"{printable(their, 64)} as {our}" for our, their in pairs if _against(our, their)]
+    if not odd:
+        return Loaded()
+    said = f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"
+    return Loaded(warnings=[said])
+
+
+def _against(ours: str, theirs: str) -> bool:
+    """Whether two names say that their tensors have different roles: a weight and a bias, say."""
+    roles = {ours.rpartition(".")[2], theirs.rpartition(".")[2]}
+    return len(roles & _ROLES) == 2
+
+
+def _order_problem(ours: Tensors, state: Tensors) -> str | None:
+    """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
+    pairs = zip_longest(weight_names(ours), weight_names(state))
+    for number, (our, their) in enumerate(pairs, start=1):
+        if our is None or their is None or not _alike(ours[our], state[their], our):
+            here = f"{_described(ours, our)} in the network"
+            there = f"{_described(state, their)} in the checkpoint"
+            return f"tensor {number} is {here}, {there}; check which network it is of"
+    return None
+
+
+def _described(tensors: Tensors, name: str | None) -> str:
+    """Return a tensor's name, shape and type."""
+    if name is None:
+        return "nothing"
+    kind = f"{list(tensors[name].shape)} {tensors[name].dtype}".replace("torch.", "")
+    return f"{printable(name, 64)} {printable(kind, 48)}"

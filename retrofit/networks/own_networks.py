@@ -1,0 +1,102 @@
+"""Networks of one's own: `py:package.module:callable`, imported because the user typed it, and for
+no other reason.
+
+An artifact of such a network holds that name for people to read: what builds the network is said
+anew each time.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from retrofit.errors import RetrofitError, UsageError
+from retrofit.record import PREFIX, ModelSource
+from retrofit.utils.text import printable, with_class
+
+# What builds them, by the names typed in this process.
+typed: dict[str, Callable[..., Any]] = {}
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """Import the callable that a user typed, "package.module:callable", also from the working
+    folder.
+
+    Raises:
+        UsageError: If the name is malformed, or names nothing that can be called.
+        RetrofitError: If the module cannot be imported.
+    """
+    module_name, _, path = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
+        raise UsageError(
+            f"{PREFIX}{printable(name, 100)} names no callable; write py:package.module:callable"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+    # Anything may come out of the user's own module.
+    except Exception as error:
+        raise RetrofitError(
+            f"cannot import {module_name} ({with_class(error)}); run this in its folder, or set PYTHONPATH"
+        ) from error
+    for part in path.split("."):
+        if not hasattr(target, part):
+            raise UsageError(f"{module_name} has no {path}; it has {_names_like(part, target)}")
+        target = getattr(target, part)
+    if not callable(target):
+        raise UsageError(
+            f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds"
+        )
+    return target
+
+
+def _names_like(name: str, holder: object) -> str:
+    """List the names in a module or class that are closest to one that is not there."""
+    names = [other for other in dir(holder) if not other.startswith("_")]
+    close = difflib.get_close_matches(name, names, n=3) or names[:5] or ["nothing"]
+    return ", ".join(close)
+
+
+def class_source(model: nn.Module) -> ModelSource:
+    """Return the source of a network that no name was typed for: its class."""
+    return ModelSource("own", f"{type(model).__module__}:{type(model).__qualname__}")
+
+
+def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
+    """Call what builds a network.
+
+    Raises:
+        RetrofitError: If nobody typed the name, or it builds no network.
+        UsageError: If it does not take these arguments.
+    """
+    if name not in typed:
+        raise RetrofitError(
+            f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here"
+        )
+    for key in kwargs:
+        if not takes(name, key):
+            raise UsageError(f"{name} takes no {key}; give it that argument, or leave out `{key}`")
+    try:
+        model = typed[name](**kwargs)
+    # Anything may come out of the user's own code
+    except Exception as error:
+        raise RetrofitError(f"{name} builds no network ({with_class(error)}); mend it") from error
+    if not isinstance(model, nn.Module):
+        raise RetrofitError(
+            f"{name} returns a {type(model).__name__}; let it return a torch.nn.Module"
+        )
+    return model
+
+
+def takes(name: str, argument: str) -> bool:
+    """Whether a builder that was typed has an argument of this name."""
+    parameters = signature(typed[name]).parameters
+    return argument in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
