@@ -101,3 +101,22 @@ def assert_same_answers(a: nn.Module, b: nn.Module, images: Tensor) -> None:
     with torch.no_grad():
         ours, theirs = a.eval()(images), b.eval()(images)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def small_net(width: int = 4, classes: int = 3, channels: int = 3) -> nn.Sequential:
+    layers = (
+        nn.Conv2d(channels, width, 3),
+        nn.BatchNorm2d(width),
+        nn.Flatten(),
+        nn.Linear(width * 4, classes),
+    )
+    return nn.Sequential(*layers)
+
+
+def small_state(**options: int) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return dict(small_net(**options).state_dict())
+
+
+def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in state.items()}
