@@ -223,6 +223,10 @@ def test_an_exception_at_any_system_call_leaves_the_old_folder_or_the_new_one(
         # Whatever a fault left hidden comes back with the next sweep.
         sweep(tmp_path)
         assert (final / "page").read_text() in ("old", "new"), fault
+        left = [path for path in tmp_path.iterdir() if path != final]
+        assert not any(os.listdir(path) for path in left), fault
+        for path in left:
+            path.rmdir()
 
 
 @pytest.mark.parametrize("opener", [open_file, ensure_readable, read_text])
