@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.inputs import Call, holds_boxes, parts_of_detector
+from retrofit.inputs import Call, Inputs, example_calls, holds_boxes, parts_of_detector
 from retrofit.utils.running import hooked, undisturbed
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4
+# A comparison in them shows rounding alone.
+HALF = {torch.float16, torch.bfloat16}
 # Elements kept of each layer's output: all of it would be gigabytes for a large network.
 _SAMPLES = 4096
 NO_NUMBERS = (
@@ -421,3 +423,59 @@ def _nothing_to_compare(outputs: list[Tensor]) -> str:
     if not any(output.isfinite().any() for output in outputs):
         return NO_NUMBERS
     return ""
+
+
+@dataclass(frozen=True)
+class SourceRun:
+    """What a network answered before it is changed.
+
+    Attributes:
+        reference: What to compare with, and the shapes of the watched layers; None if the network
+            could not be run.
+        problem: Why it could not be run; empty if it could.
+        predictions: Its answers to images; None without images.
+    """
+
+    reference: Reference | None
+    problem: str = ""
+    predictions: Reference | None = None
+
+
+def run_source(
+    model: nn.Module,
+    inputs: Inputs | None,
+    input_size: Sequence[int] | None,
+    *,
+    layers: Iterable[str] = (),
+    images: Iterable[Tensor] | None = None,
+    whole: bool = True,
+) -> SourceRun:
+    """Run a network, for the shapes that its layers get and to compare it later.
+
+    Args:
+        model: The network, which is left as it was.
+        inputs: Example inputs; None for random samples.
+        input_size: Shape of one sample; None for the network's own.
+        layers: Names of layers whose outputs are kept too.
+        images: Batches (N, C, H, W) to compare predictions on.
+        whole: Whether to run every example call; one is enough for the shapes.
+
+    Raises:
+        RetrofitError: If the network refuses inputs or a size that the caller gave.
+    """
+    predictions = None
+    if images is not None:
+        predictions = Reference(model, [Call((batch,)) for batch in images])
+    dtypes = {
+        tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
+    }
+    try:
+        calls = example_calls(model, inputs, input_size)
+        reference = Reference(model, calls if whole else calls[:1], layers=layers)
+    except RetrofitError as error:
+        # A network in half precision may run on other devices alone.
+        in_full_precision = bool(dtypes) and dtypes.isdisjoint(HALF)
+        if in_full_precision and not (inputs is None and input_size is None):
+            raise
+        return SourceRun(None, str(error), predictions)
+    return SourceRun(reference, predictions=predictions)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 # These register themselves.
 import retrofit.builtin_targets  # noqa: F401
 from retrofit.errors import UsageError
-from retrofit.registry import OPTIONS, TARGETS, Option, register_target, targets_of
+from retrofit.registry import OPTIONS, Option, Target, register_target, targets_of
 
 __all__ = ["OPTIONS", "ConversionOptions", "register_target", "takes_options"]
 
@@ -38,21 +38,20 @@ class ConversionOptions(SimpleNamespace):
             )
         super().__init__(**{**dict.fromkeys(OPTIONS), **values})
 
-    def check(self, to: str) -> None:
+    def check(self, target: Target) -> None:
         """Check the values that are set.
 
         Raises:
             UsageError: If one means nothing to the target, or is out of range.
         """
-        taken = TARGETS[to].options
         for name, known in OPTIONS.items():
             value = getattr(self, name)
             if value is None:
                 continue
-            if name not in taken:
-                names = ", ".join(f"`{option}`" for option in OPTIONS if option in taken)
+            if name not in target.options:
+                names = ", ".join(f"`{option}`" for option in target.options)
                 raise UsageError(
-                    f"`{name}` means nothing to this target ({to}), which takes "
+                    f"`{name}` means nothing to this target ({target.name}), which takes "
                     f"{names or 'no options'}; leave it out"
                 )
             problem = known.problem(value)

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
+from torch.jit import ScriptModule
 
-from retrofit.errors import UsageError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.text import shown
 
 # Of what builds a network of one's own: `py:package.module:callable`.
@@ -193,9 +194,60 @@ def set_record(model: nn.Module, **changes: Any) -> None:
     vars(unwrapped(model))[_ATTRIBUTE] = replace(record_of(model), **changes)
 
 
+def plans_of(model: nn.Module) -> list[Any]:
+    """Return the conversions that a network went through, in order, those of its parts included.
+
+    A part that was converted by itself, `net.encoder, _ = convert(net.encoder, "ln")`, has a record
+    of its own. When the network around it is converted, that record is copied into the network's;
+    so a part's plan that is in no record around it came last.
+    """
+    plans: list[Any] = []
+    # A wrapper of torch.compile inside has the record of the module in it.
+    seen: set[nn.Module] = set()
+    for name, module in unwrapped(model).named_modules():
+        network = unwrapped(module)
+        if network in seen:
+            continue
+        seen.add(network)
+        for plan in record_of(network).plans:
+            moved = replace(plan, part=".".join(filter(None, (name, plan.part))))
+            if moved not in plans:
+                plans.append(moved)
+    return plans
+
+
+def forget_plans(model: nn.Module) -> None:
+    """Remove the conversions from the records of a network and of its parts."""
+    for module in model.modules():
+        if record_of(module).plans:
+            set_record(module, plans=())
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the network in wrappers of torch.compile, DataParallel and DistributedDataParallel."""
     parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
     name = "module" if parallel else "_orig_mod"
     inner = vars(model).get("_modules", {}).get(name)
     return model if inner is None else unwrapped(inner)
+
+
+def network_in(model: nn.Module) -> nn.Module:
+    """Return the network inside wrappers of torch.compile and DataParallel, which call it as it is.
+
+    Raises:
+        UsageError: If it is no network.
+        RetrofitError: If it is or holds what keeps its parameters or its code elsewhere.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as "
+            "timm.create_model does"
+        )
+    keepers = ("DistributedDataParallel", "FullyShardedDataParallel", "DTensor")
+    for part in (*model.modules(), *model.parameters()):
+        if type(part).__name__.startswith(keepers) or isinstance(part, ScriptModule):
+            raise RetrofitError(
+                f"{type(part).__name__} holds parameters or code that no conversion reaches; "
+                "convert the network first, then wrap, shard or script it"
+            )
+    return unwrapped(model)

@@ -43,7 +43,7 @@ def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
     for to in TARGETS:
         refused = pytest.raises(UsageError, match=f"`{name}` means nothing to this target")
         with nullcontext() if name in TARGETS[to].options else refused:
-            options.check(to)
+            options.check(TARGETS[to])
 
 
 @pytest.mark.parametrize(

@@ -1,31 +1,26 @@
-"""`retrofit.convert`: plan, look at one run of the network, convert, and compare with the source."""
+"""`retrofit.convert`: plan, run the network, convert, and compare with the source."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from retrofit.compare import Reference
+from retrofit.compare import HALF, Comparison, SourceRun, run_source
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.inputs import Call, Inputs, example_calls
+from retrofit.inputs import Inputs
 from retrofit.layers.strength import StrengthMixin, check_strength, strength_layers
-from retrofit.record import set_record
+from retrofit.record import network_in, set_record
 from retrofit.surgery.bypassed import refuse_bypassed
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.families import KNOWN, NormLayer, find_norms, functional_norms
-from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
-from retrofit.surgery.planning import Patterns, PlanRequest, network_in, plan_and_sites
-from retrofit.surgery.same_formula import agrees, proved_formula
+from retrofit.surgery.families import NormLayer, find_norms, fitted, functional_norms
+from retrofit.surgery.plan_and_report import Report
+from retrofit.surgery.planning import Patterns, PlanRequest, plan_and_sites, refuse_constants
 from retrofit.utils.running import images_of
 from retrofit.utils.text import plural, shortlist
-
-_HALF = {torch.float16, torch.bfloat16}
-_Shapes = Mapping[str, Sequence[torch.Size]]
 
 
 class CheckError(RetrofitError):
@@ -91,46 +86,35 @@ def convert(
     """
     converter = converter_for(to)
     _check_strength(strength, to, converter)
-    network = network_in(model)
     images = _calibration_images(options)
     request = PlanRequest(to, only, skip, source, {**options, "calibrate": images})
+    network = network_in(model)
     norms = list(find_norms(network))
-    earlier = strength_layers(network)
-    plan, sites = plan_and_sites(network, norms, request)
-    notes = [*functional_norms(network, norms), *_said_of_earlier(earlier)]
-    with unchanged_on_failure(network, norms):
-        names = [norm.name for norm in norms]
-        run = reference_of(network, inputs, input_size, layers=names, whole=check)
-        shapes = None if run.reference is None else run.reference.shapes
-        if shapes is not None:
-            fitted = _fitted(norms, plan, shapes)
-            if fitted != norms:
-                norms = fitted
-                plan, sites = plan_and_sites(network, norms, request)
-        if converter.changes_sets:
-            _refuse_constants(plan.converted, norms, shapes)
-        predictions = None
-        if images is not None:
-            predictions = Reference(network, [Call((batch,)) for batch in images])
+    functions = functional_norms(network, norms)
+    plan, sites = plan_and_sites(network, norms, functions, request)
 
-        converted, report = execute(plan, network, norms, sites)
-        uncalled = _uncalled(plan, shapes)
-        if uncalled and run.reference is not None:
-            refuse_bypassed(converted, run.reference.calls[0], uncalled)
-            notes.append(_said_of_uncalled(uncalled))
+    names = [norm.name for norm in norms]
+    run = run_source(network, inputs, input_size, layers=names, images=images, whole=check)
+    shapes = None if run.reference is None else run.reference.shapes
+    in_place = norms if shapes is None else fitted(norms, shapes)
+    if in_place != norms:
+        norms = in_place
+        plan, sites = plan_and_sites(network, norms, functions, request)
+    if converter.changes_sets:
+        refuse_constants(plan, norms, shapes)
+
+    notes = [*functions, *_said_of_earlier(norms)]
+    with unchanged_on_failure(network, norms):
+        converted, report = execute(plan, converter, network, norms, sites)
+        if shapes is not None and run.reference is not None:
+            uncalled = {row.name: row.source for row in plan.converted if not shapes[row.name]}
+            if uncalled:
+                refuse_bypassed(converted, run.reference.calls[0], uncalled)
+                notes.append(_said_of_uncalled(uncalled))
         report = replace(report, notes=(*report.notes, *notes))
         if check:
             report = _checked(report, converted, run, converter.identity)
-        new = [layer for layer in strength_layers(converted) if layer not in earlier]
-        if predictions is not None:
-            _set_all(new, 1.0)
-            report = replace(report, agreement=_agreement(predictions, converted))
-        _set_all(new, strength or 0.0)
-        if strength is not None and report.strength is not None:
-            report = replace(report, strength=strength)
-        if strength and check and run.reference is not None:
-            change = run.reference.compare(converted, layers=False)
-            report = replace(report, change=change)
+        report = _at_strength(report, converted, norms, run, strength)
     if input_size is not None:
         set_record(converted, input_size=tuple(input_size))
     return (model if converted is network else converted), report
@@ -149,101 +133,22 @@ def _calibration_images(options: Mapping[str, Any]) -> list[Tensor] | None:
     return None if calibrate is None else list(images_of(calibrate))
 
 
-@dataclass(frozen=True)
-class SourceRun:
-    """What a network answered before it was changed, or why it could not be run."""
-
-    reference: Reference | None
-    problem: str = ""
+def _converted_before(norms: Sequence[NormLayer]) -> list[StrengthMixin]:
+    layers = [norm.module for norm in norms if isinstance(norm.module, StrengthMixin)]
+    return list(dict.fromkeys(layers))
 
 
-def reference_of(
-    model: nn.Module,
-    inputs: Inputs | None,
-    input_size: Sequence[int] | None,
-    *,
-    layers: Sequence[str] = (),
-    whole: bool = True,
-) -> SourceRun:
-    """Run a network, for the shapes that its layers get and to compare it later.
-
-    Args:
-        model: The network, which is left as it was.
-        inputs: Example inputs; None for random samples.
-        input_size: Shape of one sample; None for the network's own.
-        layers: Names of layers whose outputs are kept too.
-        whole: Whether to run every example call; one is enough for the shapes.
-
-    Raises:
-        RetrofitError: If the network refuses inputs or a size that the caller gave.
-    """
-    try:
-        calls = example_calls(model, inputs, input_size)
-        if not whole:
-            calls = calls[:1]
-        return SourceRun(Reference(model, calls, layers=layers))
-    except RetrofitError as error:
-        chosen = inputs is not None or input_size is not None
-        if chosen and _runs_in_full_precision(model):
-            raise
-        return SourceRun(None, str(error))
-
-
-def _runs_in_full_precision(model: nn.Module) -> bool:
-    """Whether a network holds values and none of them in half precision, which may run on other
-    devices alone.
-    """
-    tensors = (*model.parameters(), *model.buffers())
-    dtypes = {tensor.dtype for tensor in tensors if not tensor.is_meta}
-    return bool(dtypes) and dtypes.isdisjoint(_HALF)
-
-
-def _fitted(norms: Sequence[NormLayer], plan: Plan, shapes: _Shapes) -> list[NormLayer]:
-    """Prove the layers of foreign classes that are to be converted on the shapes that the network
-    gives them.
-
-    A class that takes inputs of any number of dimensions may be another known class there.
-    """
-    converted = {row.name for row in plan.converted}
-    return [
-        _fitted_layer(norm, list(dict.fromkeys(shapes[norm.name])))
-        if norm.name in converted and norm.formula is not None
-        else norm
-        for norm in norms
-    ]
-
-
-def _fitted_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
-    assert norm.formula is not None
-    if not shapes or agrees(norm.module, norm.formula, shapes):
-        return norm
-    formula = proved_formula(norm.module, KNOWN, shapes)
-    if isinstance(formula, str):
-        raise RetrofitError(
-            f"{norm.name} is {norm.known_class} on random inputs, but not on those of the shape "
-            "that the network gives it; keep it with `skip`"
-        )
-    return replace(norm, kind=formula.kind, family=KNOWN[formula.kind], formula=formula)
-
-
-def _said_of_earlier(layers: Sequence[StrengthMixin]) -> list[str]:
-    values = {layer.stored_strength for layer in layers if not layer._code.is_meta}
+def _said_of_earlier(norms: Sequence[NormLayer]) -> list[str]:
+    layers = _converted_before(norms)
+    values = [layer.stored_strength for layer in layers if not layer._code.is_meta]
     if not values:
         return []
-    count = sum(not layer._code.is_meta for layer in layers)
     span = " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
-    keep = "keeps its" if count == 1 else "keep their"
+    keep = "keeps its" if len(values) == 1 else "keep their"
     return [
-        f"{plural(count, 'layer')} converted before {keep} strength, {span}; `strength` sets the new "
-        "ones alone"
+        f"{plural(len(values), 'layer')} converted before {keep} strength, {span}; `strength` sets "
+        "the new ones alone"
     ]
-
-
-def _uncalled(plan: Plan, shapes: _Shapes | None) -> dict[str, str]:
-    """Return the class of each layer that is converted and was not called, by name."""
-    if shapes is None:
-        return {}
-    return {row.name: row.source for row in plan.converted if not shapes[row.name]}
 
 
 def _said_of_uncalled(uncalled: Mapping[str, str]) -> str:
@@ -254,26 +159,12 @@ def _said_of_uncalled(uncalled: Mapping[str, str]) -> str:
     )
 
 
-def _set_all(layers: Sequence[StrengthMixin], strength: float) -> None:
-    for layer in layers:
-        layer.set_strength(strength)
-
-
-def _agreement(predictions: Reference, converted: nn.Module) -> dict[str, int] | None:
-    """Count the images whose predicted class is the source's; None for a network that gives no
-    scores.
-    """
-    share = predictions.compare(converted).top1_agreement
-    if share is None:
-        return None
-    images = sum(predictions.batches)
-    return {"images": images, "same": round(share * images)}
-
-
 def _checked(report: Report, model: nn.Module, run: SourceRun, identity: bool) -> Report:
-    """Compare the converted network with its source; add the result, or why there is none."""
+    """Compare the converted network at strength 0 with its source; add the result, or why there is
+    none.
+    """
     reason = run.problem
-    if any(tensor.dtype in _HALF for tensor in (*model.parameters(), *model.buffers())):
+    if any(tensor.dtype in HALF for tensor in (*model.parameters(), *model.buffers())):
         reason = (
             "in half precision rounding hides what the check looks for; convert in float32 to be "
             "sure"
@@ -283,56 +174,49 @@ def _checked(report: Report, model: nn.Module, run: SourceRun, identity: bool) -
         report = replace(
             report, check=result, identity=identity, classifies=run.reference.classifies
         )
-        problem = result.problem() if identity else ""
+        problem = _problem_of(result, identity)
         if problem:
             raise CheckError(problem, report)
-        if not math.isfinite(result.max_abs_diff):
-            raise CheckError(
-                "the converted network's outputs are not finite, or of another shape", report
-            )
         reason = result.not_checked
     if not reason:
         return report
     return replace(report, check=None, notes=(*report.notes, f"not checked: {reason}"))
 
 
-def _refuse_constants(
-    rows: Sequence[LayerRow], norms: Sequence[NormLayer], shapes: _Shapes | None
-) -> None:
-    """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
+def _problem_of(result: Comparison, identity: bool) -> str:
+    problem = result.problem() if identity else ""
+    if not problem and not math.isfinite(result.max_abs_diff):
+        return "the converted network's outputs are not finite, or of another shape"
+    return problem
 
-    Shapes are what a run of the network gave the layers; None if it was not run.
+
+def _at_strength(
+    report: Report,
+    model: nn.Module,
+    norms: Sequence[NormLayer],
+    run: SourceRun,
+    strength: float | None,
+) -> Report:
+    """Set the strength of the new layers; add what changes with it, on the images and on the
+    example inputs.
     """
-    layers = {norm.name: norm for norm in norms}
-    constant = [
-        row.name
-        for row in rows
-        if _makes_constants(row, layers[row.name], (shapes or {}).get(row.name, ()))
-    ]
-    if not constant:
-        return
-    unless = ""
-    if shapes is None:
-        unless = ", or show by example `inputs` that its maps have more positions"
-    raise RetrofitError(
-        f"every group of {shortlist(constant)} would hold a single value, of which a normalization "
-        "makes a constant; the model is left as it was: take fewer groups with `groups`, keep them "
-        f"with `skip`{unless}"
-    )
+    earlier = _converted_before(norms)
+    layers = [layer for layer in strength_layers(model) if layer not in earlier]
+    if run.predictions is not None:
+        _set_all(layers, 1.0)
+        share = run.predictions.compare(model).top1_agreement
+        if share is not None:
+            images = sum(run.predictions.batches)
+            report = replace(report, agreement={"images": images, "same": round(share * images)})
+    _set_all(layers, strength or 0.0)
+    if strength is None or report.strength is None:
+        return report
+    report = replace(report, strength=strength)
+    if not strength or report.check is None or run.reference is None:
+        return report
+    return replace(report, change=run.reference.compare(model, layers=False))
 
 
-def _makes_constants(row: LayerRow, norm: NormLayer, shapes: Sequence[torch.Size]) -> bool:
-    """Whether a layer would normalize a single value at a time, on inputs of any of the shapes.
-
-    A BatchNorm1d that was not called counts as if its input had one position a channel.
-    """
-    mean = getattr(norm.layer, "running_mean", None)
-    if mean is None:
-        # a GroupNorm, which stays
-        return False
-    channels = len(mean)
-    groups = row.options.get("num_groups", row.options.get("groups", channels))
-    positions = [math.prod(shape[2:]) for shape in shapes]
-    if not positions and norm.known_class == "BatchNorm1d":
-        positions = [1]
-    return any(channels * count == groups for count in positions)
+def _set_all(layers: Sequence[StrengthMixin], strength: float) -> None:
+    for layer in layers:
+        layer.set_strength(strength)

@@ -11,12 +11,11 @@ from torch import fx, nn
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Sites
 from retrofit.layers import ProxyNorm
-from retrofit.record import record_of, set_record, unwrapped
+from retrofit.record import network_in, plans_of, set_record, unwrapped
 from retrofit.surgery import guards
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
-from retrofit.surgery.planning import network_in
 from retrofit.utils.running import device_of, kept_values, put_back
 from retrofit.utils.text import plural
 
@@ -40,11 +39,12 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     network = network_in(model)
     part = _part_of(network, plan)
     part_plan = replace(plan, part="")
+    converter = converter_for(plan.to)
     norms = list(find_norms(part))
     _check_layers(part_plan, norms)
     with unchanged_on_failure(network, norms):
-        sites = converter_for(plan.to).sites_of(part) if plan.proxied else None
-        converted, report = execute(part_plan, part, norms, sites)
+        sites = converter.sites_of(part) if plan.proxied else None
+        converted, report = execute(part_plan, converter, part, norms, sites)
         if converted is part:
             return model, report
         if part is network:
@@ -79,17 +79,30 @@ def _check_layers(plan: Plan, norms: Sequence[NormLayer]) -> None:
 
 
 def execute(
-    plan: Plan, model: nn.Module, norms: Sequence[NormLayer], sites: Sites | None
+    plan: Plan,
+    converter: Converter,
+    model: nn.Module,
+    norms: Sequence[NormLayer],
+    sites: Sites | None,
 ) -> tuple[nn.Module, Report]:
     """Execute a plan on the layers that were found in the model, and leave it half done if anything
     is raised.
 
-    `sites` are where the activations of the plan are, None for a plan that touches none. Returned
-    are the network to use and the report.
+    Args:
+        plan: The plan.
+        converter: The converter of its target.
+        model: The network.
+        norms: All its normalization layers.
+        sites: Where the activations of the plan are; None for a plan that touches none.
+
+    Returns:
+        The network to use, and the report.
+
+    Raises:
+        RetrofitError: If an activation of the plan is absent.
     """
-    converter = converter_for(plan.to)
-    record = record_of(model)
-    plans = (*plans_of(model), plan)
+    # The layer that takes the place of a network that is one adopts the record with the rest.
+    set_record(model, plans=(*plans_of(model), plan))
     device = device_of(model)
     params_before = _count_parameters(model)
     places = {(site.norm, site.place): site for site in sites.sites} if sites else {}
@@ -120,7 +133,6 @@ def execute(
         guards.stop_packing_of_masked_tokens(model, converted),
     ]
     guards.refuse_calls_of_sources({row.name: layers[row.name].module for row in rows})
-    set_record(model, **{**vars(record), "plans": plans})
     strength = 0.0 if converter.has_strength and device.type != "meta" else None
     params_after = _count_parameters(model)
     return model, Report(plan, params_before, params_after, strength, tuple(filter(None, notes)))
@@ -210,35 +222,6 @@ def unchanged_on_failure(
                 module.recompile()
         put_back(values)
         raise
-
-
-def plans_of(model: nn.Module) -> list[Plan]:
-    """Return the conversions that a network went through, in order, those of its parts included.
-
-    A part that was converted by itself, `net.encoder, _ = convert(net.encoder, "ln")`, has a record
-    of its own. When the network around it is converted, that record is copied into the network's;
-    so a part's plan that is in no record around it came last.
-    """
-    plans: list[Plan] = []
-    # A wrapper of torch.compile inside has the record of the module in it.
-    seen: set[nn.Module] = set()
-    for name, module in unwrapped(model).named_modules():
-        network = unwrapped(module)
-        if network in seen:
-            continue
-        seen.add(network)
-        for plan in record_of(network).plans:
-            moved = replace(plan, part=".".join(filter(None, (name, plan.part))))
-            if moved not in plans:
-                plans.append(moved)
-    return plans
-
-
-def forget_plans(model: nn.Module) -> None:
-    """Remove the conversions from the records of a network and of its parts."""
-    for module in model.modules():
-        if record_of(module).plans:
-            set_record(module, plans=())
 
 
 def unrepeated(plans: Iterable[Plan], model: nn.Module) -> list[Plan]:

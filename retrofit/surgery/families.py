@@ -9,8 +9,8 @@ where it is proved to be one (`same_formula.py`), and reported otherwise.
 import re
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from retrofit.graph.trace import instructions, methods_of
 from retrofit.layers import StrengthMixin
 from retrofit.registry import FAMILIES
 from retrofit.surgery.plan_and_report import LayerRow, Status
-from retrofit.surgery.same_formula import Formula, full_name, proved_formula
+from retrofit.surgery.same_formula import Formula, agrees, full_name, proved_formula
 from retrofit.utils.text import ROOT, shortlist
 
 _TORCH = "torch.nn.modules"
@@ -143,6 +143,31 @@ def find_norms(model: nn.Module) -> Iterator[NormLayer]:
             yield norm
 
 
+def fitted(
+    norms: Sequence[NormLayer], shapes: Mapping[str, Sequence[torch.Size]]
+) -> list[NormLayer]:
+    """Prove the layers of foreign classes again, on the shapes that the network gives them, by
+    name.
+
+    A class that takes inputs of any number of dimensions may be another known class there. One that
+    is proved to be none there is unsupported.
+    """
+    return [_fitted_layer(norm, list(dict.fromkeys(shapes[norm.name]))) for norm in norms]
+
+
+def _fitted_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
+    if norm.formula is None or not shapes or agrees(norm.module, norm.formula, shapes):
+        return norm
+    formula = proved_formula(norm.module, KNOWN, shapes)
+    if isinstance(formula, Formula):
+        return replace(norm, kind=formula.kind, family=KNOWN[formula.kind], formula=formula)
+    reason = (
+        f"it is {norm.known_class} on random inputs, but not on those of the shape that the network "
+        "gives it"
+    )
+    return replace(norm, status="unsupported", reason=reason)
+
+
 def _inside_parametrizations(model: nn.Module) -> set[nn.Module]:
     """Return the modules that compute tensors of a layer: `_SpectralNorm` is no normalization
     layer.
@@ -167,10 +192,10 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
         return NormLayer(name, module, kind, family, "unsupported", reason)
     if kind in KNOWN:
         return NormLayer(name, module, kind, family, "known")
+    base = _base_of(module)
     formula = proved_formula(module, KNOWN)
     if isinstance(formula, Formula):
         return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
-    base = _base_of(module)
     reason = (
         f"no converter knows {kind}" if base is None else f"derived from {base[0]}, and {formula}"
     )

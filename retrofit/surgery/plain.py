@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from retrofit.compare import run_source
 from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows
@@ -24,8 +25,7 @@ from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
 from retrofit.layers.constant_maps import LinearMap
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
-from retrofit.surgery.conversion import reference_of
-from retrofit.surgery.execute import forget_plans
+from retrofit.record import forget_plans
 from retrofit.surgery.guards import allow_fusing
 from retrofit.utils.running import copied
 from retrofit.utils.text import plural, shortlist
@@ -69,7 +69,7 @@ def plain(
             different.
     """
     _refuse_unless_plain(model)
-    source = reference_of(model, inputs, input_size)
+    source = run_source(model, inputs, input_size)
     net = copied(model)
     forget_plans(net)
     feeders, read = sole_feeders(net, _holds_constants)

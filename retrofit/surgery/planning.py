@@ -1,25 +1,27 @@
 """`retrofit.plan`: what a conversion would do to every normalization layer of a network."""
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
-from torch.jit import ScriptModule
 
 from retrofit.conversion_options import ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.sites import Sites
-from retrofit.record import unwrapped
+from retrofit.record import network_in
 from retrofit.registry import FAMILIES, target_named
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.families import NormLayer, find_norms, functional_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan
-from retrofit.utils.text import one_line, plural, shown
+from retrofit.utils.text import one_line, plural, shortlist
 
 Patterns = str | Iterable[str] | None
+Shapes = Mapping[str, Sequence[torch.Size]]
 
 # the target to try for a family
 _USUAL = {
@@ -63,7 +65,8 @@ def plan(
     """
     network = network_in(model)
     request = PlanRequest(to, only, skip, source, options)
-    return plan_and_sites(network, list(find_norms(network)), request)[0]
+    norms = list(find_norms(network))
+    return plan_and_sites(network, norms, functional_norms(network, norms), request)[0]
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,15 @@ class _Rules:
 
 
 def plan_and_sites(
-    model: nn.Module, norms: Sequence[NormLayer], request: PlanRequest
+    model: nn.Module, norms: Sequence[NormLayer], functions: Sequence[str], request: PlanRequest
 ) -> tuple[Plan, Sites | None]:
     """Plan for the layers that were found in `model`.
+
+    Args:
+        model: The network.
+        norms: Its normalization layers.
+        functions: Sentences on normalizations that its code calls as functions.
+        request: What the caller asks for.
 
     Returns:
         The plan, and where the activations are that it is about.
@@ -131,7 +140,7 @@ def plan_and_sites(
     """
     converter = converter_for(request.to)
     options = ConversionOptions(**request.options)
-    options.check(request.to)
+    options.check(target_named(request.to))
     rules = _rules(request, converter, norms)
 
     rows: dict[str, LayerRow] = {}
@@ -151,7 +160,7 @@ def plan_and_sites(
     record = {**rules.record(), **options.record()}
     plan = Plan(request.to, layers, record, tuple(edits))
     if not plan.converted:
-        raise RetrofitError(_nothing_to_convert(model, rules, norms, plan))
+        raise RetrofitError(_nothing_to_convert(rules, norms, functions, plan))
     _refuse_without_activations(plan, converter, sites)
     return plan, sites
 
@@ -189,16 +198,16 @@ def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list
 
 
 def _nothing_to_convert(
-    model: nn.Module, rules: _Rules, norms: Sequence[NormLayer], plan: Plan
+    rules: _Rules, norms: Sequence[NormLayer], functions: Sequence[str], plan: Plan
 ) -> str:
     """Say why nothing would be converted, and what to do instead."""
     families = " or ".join(FAMILIES[family] for family in sorted(rules.families))
     sources = f"{plan.to} converts {families} layers"
     if not norms:
-        functions = "".join(f"; {sentence}" for sentence in functional_norms(model, norms))
+        called = "".join(f"; {sentence}" for sentence in functions)
         return (
-            f"{sources}, and this model has no normalization layer at all{functions}; choose "
-            "another model"
+            f"{sources}, and this model has no normalization layer at all{called}; choose another "
+            "model"
         )
     counts = Counter(norm.label for norm in norms).most_common()
     held = ", ".join(f"{count} {label}" for label, count in counts)
@@ -232,23 +241,47 @@ def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites |
     )
 
 
-def network_in(model: nn.Module) -> nn.Module:
-    """Return the network inside wrappers of torch.compile and DataParallel, which call it as it is.
+def refuse_constants(plan: Plan, norms: Sequence[NormLayer], shapes: Shapes | None) -> None:
+    """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
+
+    Args:
+        plan: The plan.
+        norms: The layers that it is about.
+        shapes: What a run of the network gave each layer, by name; None if it was not run.
 
     Raises:
-        UsageError: If it is no network.
-        RetrofitError: If it is or holds what keeps its parameters or its code elsewhere.
+        RetrofitError: If a layer would normalize sets of one value.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as "
-            "timm.create_model does"
-        )
-    keepers = ("DistributedDataParallel", "FullyShardedDataParallel", "DTensor")
-    for part in (*model.modules(), *model.parameters()):
-        if type(part).__name__.startswith(keepers) or isinstance(part, ScriptModule):
-            raise RetrofitError(
-                f"{type(part).__name__} holds parameters or code that no conversion reaches; "
-                "convert the network first, then wrap, shard or script it"
-            )
-    return unwrapped(model)
+    layers = {norm.name: norm for norm in norms}
+    constant = [
+        row.name
+        for row in plan.converted
+        if _makes_constants(row, layers[row.name], (shapes or {}).get(row.name, ()))
+    ]
+    if not constant:
+        return
+    unless = ""
+    if shapes is None:
+        unless = ", or show by example `inputs` that its maps have more positions"
+    raise RetrofitError(
+        f"every group of {shortlist(constant)} would hold a single value, of which a normalization "
+        "makes a constant; the model is left as it was: take fewer groups with `groups`, keep them "
+        f"with `skip`{unless}"
+    )
+
+
+def _makes_constants(row: LayerRow, norm: NormLayer, shapes: Sequence[torch.Size]) -> bool:
+    """Whether a layer would normalize a single value at a time, on inputs of any of the shapes.
+
+    A BatchNorm1d that was not called counts as if its input had one position a channel.
+    """
+    mean = getattr(norm.layer, "running_mean", None)
+    if mean is None:
+        # a GroupNorm, which stays
+        return False
+    channels = len(mean)
+    groups = row.options.get("num_groups", row.options.get("groups", channels))
+    positions = [math.prod(shape[2:]) for shape in shapes]
+    if not positions and norm.known_class == "BatchNorm1d":
+        positions = [1]
+    return any(channels * count == groups for count in positions)

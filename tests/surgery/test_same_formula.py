@@ -268,7 +268,7 @@ def test_the_shapes_that_the_network_gives_count() -> None:
         check=False,
     )
     with pytest.raises(
-        RetrofitError, match="1 is GroupNorm on random inputs, but not on those of the shape"
+        RetrofitError, match="it is GroupNorm on random inputs, but not on those of the shape"
     ):
         retrofit.convert(
             nn.Sequential(nn.Conv2d(3, 8, 3), wide), "gnn", input_size=(3, 32, 32), check=False
