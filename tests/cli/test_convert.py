@@ -15,6 +15,7 @@ import torch
 import retrofit
 from retrofit import surgery
 from retrofit.cli.network import file_stem
+from retrofit.registry import TARGETS
 from tests.cli.conftest import Run, answer, complaint, done
 
 BNN = ("test_resnet", "--to", "bnn")
@@ -105,6 +106,17 @@ def test_a_target_without_strength_says_how_much_the_output_changes(
     difference = f"{values['check']['max_abs_diff']:.3g}"
     assert f"frn-tlu does not start as its source: largest difference {difference}" in result.stderr
     assert re.search(r"\nuntrained, \d+\.\d% of the predictions are the source's", result.stderr)
+
+
+def test_without_a_target_it_advises_three(run: Run) -> None:
+    result = run("convert", "test_resnet")
+    assert (result.exit_code, result.stdout) == (2, "")
+    *advice, error = result.stderr.splitlines()
+    assert len(advice) == 3
+    assert all("--to " in line for line in advice)
+    named = set(re.findall(r"--to (\S+?)[,;]?(?: |$)", result.stderr))
+    assert named <= set(TARGETS)
+    assert error.startswith("error: Missing option '--to'; see ")
 
 
 def test_the_report_does_not_grow_with_the_model(run: Run) -> None:
