@@ -20,6 +20,7 @@ import click
 from retrofit import __version__
 from retrofit.cli.console import in_flags
 from retrofit.errors import RetrofitError
+from retrofit.utils.extras import named_extra
 from retrofit.utils.text import printable, with_class
 
 COMMANDS = {
@@ -78,15 +79,16 @@ class _Commands(click.Group):
         except _NO_ARGUMENTS as bare:
             click.echo(bare.format_message(), err=True)
             sys.exit(bare.exit_code)
-        except Exception as error:
+        except Exception as raised:
             if os.environ.get("RETROFIT_DEBUG"):
-                traceback.print_exception(error)
-            # nobody is left to read it
+                traceback.print_exception(raised)
+            error = named_extra(raised)
+            # A broken pipe: nobody is left to read the line.
             with suppress(BrokenPipeError):
                 click.echo(printable(_line(error)), err=True)
-            sys.exit(
-                130 if isinstance(error, click.Abort) else getattr(error, "exit_code", 1)
-            )  # 130 as shells do
+            # Shells exit with 130 after an interrupt.
+            interrupted = isinstance(error, click.Abort)
+            sys.exit(130 if interrupted else getattr(error, "exit_code", 1))
 
 
 # Click 8.1 prints the help page itself where a command got no arguments.

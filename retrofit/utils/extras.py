@@ -1,34 +1,37 @@
-"""The optional dependencies: which extra of the package brings what a command needs."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
+"""The optional dependencies: which extra of the package brings what is missing."""
 
 from retrofit.errors import RetrofitError
 
-Extra = Literal["export", "train"]
+# The module that an import names, and the extra that installs it.
+EXTRAS = {
+    "onnx": "export",
+    "onnx_ir": "export",
+    "onnxscript": "export",
+    "onnxruntime": "export",
+    "accelerate": "train",
+    "matplotlib": "train",
+    "sklearn": "train",
+}
 
 
 class MissingExtraError(RetrofitError, ImportError):
     """A package that an extra brings is not installed."""
 
 
-@contextmanager
-def needs(extra: Extra) -> Iterator[None]:
-    """Name the extra where one of the imports inside fails.
+def named_extra(error: Exception) -> Exception:
+    """Return the error that names the extra to install, or the error itself where none brings it.
 
     Args:
-        extra: The extra of retrofit-norm that brings what is imported: `export` (onnx, onnxscript,
-            onnxruntime) or `train` (accelerate, scikit-learn, matplotlib).
+        error: What an import raised.
 
-    Raises:
-        MissingExtraError: If a package is not installed.
+    Returns:
+        A `MissingExtraError` for a module of `EXTRAS`, else `error`.
     """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"{error.name} is not installed; pip install 'retrofit-norm[{extra}]'"
-        ) from None
+    if not isinstance(error, ModuleNotFoundError):
+        return error
+    module = (error.name or "").partition(".")[0]
+    if module not in EXTRAS:
+        return error
+    return MissingExtraError(
+        f"{module} is not installed; pip install 'retrofit-norm[{EXTRAS[module]}]'"
+    )
