@@ -1,0 +1,61 @@
+"""What works from the wheel alone, without extras: run in an environment that holds nothing else.
+
+python bare.py             convert, save, load, fold, strength, Opacus's fixer; the extra that a command needs
+python bare.py README.md   the Python blocks of the page (with the extras)
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import timm
+import torch
+from opacus.validators import ModuleValidator
+
+import retrofit
+import retrofit.opacus
+from retrofit.utils.extras import EXTRAS
+
+
+def without_extras() -> None:
+    """Convert, save, load, fold and fix without the packages of any extra."""
+    for module in EXTRAS:
+        assert subprocess.run(
+            [sys.executable, "-c", f"import {module}"], check=False, stderr=subprocess.DEVNULL
+        ).returncode, module
+    source = timm.create_model("resnet18", num_classes=10).eval()
+    images = torch.randn(2, 3, 64, 64)
+    expected = source(images)
+    model, _ = retrofit.convert(source, to="ln")
+    retrofit.save(model, "ln.safetensors")
+    model = retrofit.load("ln.safetensors").eval()
+    torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
+    retrofit.set_strength(model, 0.5)
+    torch.testing.assert_close(retrofit.fold(model)(images), model(images), rtol=1e-3, atol=1e-3)
+    private = ModuleValidator.fix(timm.create_model("resnet18", num_classes=10), to="frozen")
+    assert ModuleValidator.is_valid(private)
+    retrofit_command = str(Path(sys.executable).with_name("retrofit"))
+    export = subprocess.run(
+        [retrofit_command, "export", "ln.safetensors"], check=False, capture_output=True, text=True
+    )
+    assert export.returncode == 1
+    assert "pip install 'retrofit-norm[export]'" in export.stderr, export.stderr
+
+
+def page(path: Path) -> None:
+    """Run the Python blocks of a page one after the other."""
+    create = timm.create_model
+    timm.create_model = lambda name, pretrained: create(name)  # nothing is downloaded here
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile("".join(blocks), path.name, "exec"), {"total_steps": 2})
+
+
+if __name__ == "__main__":
+    readme = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else None
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        page(readme) if readme else without_extras()
+    print("ok")
