@@ -2,7 +2,7 @@
 against PyTorch.
 """
 
-from retrofit.export.api import export_onnx, fold
-from retrofit.export.report import ExportReport
+import lazy_loader
 
-__all__ = ["ExportReport", "export_onnx", "fold"]
+# Folding needs no package of ONNX.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import onnx
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.text import one_line
@@ -113,6 +112,8 @@ def metadata(path: Path) -> dict[str, Any]:
             f"there is no file {path}; `retrofit.export_onnx` and `retrofit export` write such "
             "files"
         )
+    import onnx
+
     try:
         entries = onnx.load(path, load_external_data=False).metadata_props
     # Protobuf's errors have no common class

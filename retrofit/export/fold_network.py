@@ -1,0 +1,68 @@
+"""`retrofit.fold`, which needs no package of ONNX."""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from retrofit.export.checked_fold import checked_fold
+from retrofit.export.request import Fold, Request
+from retrofit.inputs import Inputs
+from retrofit.utils.onnx_runtimes import Runtime
+
+
+def fold(
+    model: nn.Module,
+    fold: Fold = "exact",
+    *,
+    inputs: Inputs | None = None,
+    input_size: Sequence[int] | None = None,
+    batch: int | None = None,
+    runtime: Runtime | None = None,
+    degree: int | None = None,
+    tolerance: float | None = None,
+    calibrate: Iterable[Any] | None = None,
+    freeze_lambda: bool = False,
+    dynamic_size: bool = False,
+) -> nn.Module:
+    """Return a network for inference, with folded normalization layers: the computation that
+    `export_onnx` writes.
+
+    The network is captured with example inputs. The result accepts the same arguments, with any
+    number of samples; other calls raise a RetrofitError. Its outputs are compared with the
+    network's on these inputs and on the images of `calibrate` (an approximation: on images not used
+    to fit it, if any). If torch.export cannot capture the network, nothing is folded: a warning
+    says so, and each layer of the returned copy uses plain torch operations.
+
+    The network is not changed. The arguments are those of `export_onnx`; `tolerance` is the largest
+    allowed difference.
+
+    Returns:
+        The folded network, in evaluation mode and float32, ready for torch.compile or AOTInductor.
+
+    Raises:
+        UsageError: If an argument is out of range.
+        RetrofitError: If the network does not accept such inputs, no degree meets the tolerance, or
+            the outputs of the folded network differ.
+    """
+    request = Request(
+        model=model,
+        fold=fold,
+        inputs=inputs,
+        input_size=input_size,
+        batch=batch,
+        runtime=runtime,
+        degree=degree,
+        tolerance=tolerance,
+        calibrate=calibrate,
+        freeze_lambda=freeze_lambda,
+        dynamic_size=dynamic_size,
+    )
+    folded = checked_fold(request)
+    if folded.program.note:
+        warnings.warn(f"nothing is fused: {folded.program.note}", stacklevel=2)
+    if folded.comparison.not_checked:
+        warnings.warn(str(folded.comparison), stacklevel=2)
+    module: nn.Module = folded.program.module
+    return module
