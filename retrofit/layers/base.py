@@ -19,9 +19,9 @@ from retrofit.layers.converted_layer import (
     no_plain_layer,
 )
 from retrofit.layers.forms import EstimatedTransform, Sets, constants_of
-from retrofit.layers.kernels.eager import Running, Strength
+from retrofit.layers.kernels.eager import Running
 from retrofit.layers.normality_norm import NoiseKind, Normalization, estimate, normalize
-from retrofit.layers.strength import UNIT, StrengthMixin, within_one
+from retrofit.layers.strength import StrengthMixin, within_one
 from retrofit.utils.running import hooked
 
 
@@ -69,7 +69,7 @@ class NormalityMixin(StrengthMixin):
         """
         layer: Any = self
         spec = self._normalization(group, running)
-        return normalize(x, layer.weight, layer.bias, Strength(self._checked_code(), UNIT), spec)
+        return normalize(x, layer.weight, layer.bias, self._strength, spec)
 
     def _normalization(
         self, group: ProcessGroup | None = None, running: Running | None = None

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrofit.layers import kernels
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import ConvertedLayer, _ThenActivate, reset_affine
 from retrofit.layers.forms import ChannelAffine, channel_view
-from retrofit.layers.kernels import fits
 from retrofit.layers.kernels.eager import compute_dtype
-from retrofit.layers.transforms import needed
 
 Constants = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -116,52 +115,27 @@ class FrozenBatchNorm(ConstantStatistics):
         self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        maps = kernels.maps_for(x)
+        out = None if maps is None else self._by_maps(x, maps)
+        if out is not None:
+            return out
         constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
-        if (
-            x.is_cuda
-            and torch.is_grad_enabled()
-            and x.is_contiguous(memory_format=torch.channels_last)
-            and fits(x)
-        ):
-            return _ChannelsLast.apply(x, *constants, self.eps)
         return functional.batch_norm(x, *constants, training=False, eps=self.eps)
+
+    def _by_maps(self, x: Tensor, maps: Any) -> Tensor | None:
+        """Return the result by kernels for a GPU, None where they do not take `x`."""
+        plan = maps.plan_for(x)
+        if plan is None:
+            return None
+        constants = self.running_mean, self.running_var, self.weight, self.bias, self.eps
+        out: Tensor = maps.ChannelMap.apply(x, *constants, plan)
+        return out
 
     def channel_map(self) -> ChannelMap:
         return ChannelMap.of(self.running_mean, self.running_var, self.eps, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, bias={self.bias is not None}"
-
-
-class _ChannelsLast(torch.autograd.Function):
-    """`F.batch_norm` in evaluation, in channels_last on a GPU, whose gradient stays so: that of
-    torch is contiguous.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Any, bias: Any, eps: float
-    ) -> Tensor:
-        exact = compute_dtype(x)
-        ctx.save_for_backward(x, weight, mean.to(exact), torch.rsqrt(var.to(exact) + eps))
-        return functional.batch_norm(x, mean, var, weight, bias, eps=eps)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        grad = grads[0].contiguous(memory_format=torch.channels_last)
-        # for a second derivative
-        if torch.is_grad_enabled():
-            scale, centre = (
-                channel_view(v, x) for v in (rstd if weight is None else rstd * weight, mean)
-            )
-            sums = (grad * (x - centre)).sum((0, 2, 3)) * rstd, grad.sum((0, 2, 3))
-            return (grad * scale).to(x.dtype), None, None, *needed(ctx, 3, sums), None
-        *_, dweight, dbias = torch.batch_norm_backward_reduce(
-            grad, x, mean, rstd, weight, False, True, True
-        )
-        dx = torch.batch_norm_elemt(grad, weight, None, torch.zeros_like(rstd), rstd, 0.0)
-        return dx, None, None, *needed(ctx, 3, (dweight, dbias)), None
 
 
 class FrozenBatchNormAct(_ThenActivate, FrozenBatchNorm):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from retrofit.layers import kernels
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import (
     _ThenActivate,
@@ -19,7 +20,7 @@ from retrofit.layers.converted_layer import (
 from retrofit.layers.forms import ConstantNorm, MigratedForm, channel_view
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise, fits
-from retrofit.layers.kernels.eager import compute_dtype
+from retrofit.layers.kernels.eager import Strength, compute_dtype
 from retrofit.layers.strength import StrengthMixin, shown
 from retrofit.layers.transforms import differentiable_once, needed, transformed
 
@@ -32,7 +33,7 @@ def migrated_group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    strength: Tensor | float = 1.0,
+    strength: Strength | Tensor | float = 1.0,
     eps: Tensor | float = 1e-5,
     source_eps: Tensor | float | None = None,
     gain: Tensor | None = None,
@@ -88,16 +89,44 @@ def migrated_group_norm(
     )
     layout = channelwise.layout_of(maps, *given, per_sample=True)
     if layout is not None:
+        if isinstance(strength, Strength):
+            strength = strength.value(torch.float32)
         if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in given):
             # To the last bit: there are networks that amplify a rounding error ten thousand times.
             return functional.batch_norm(x, given[2], given[3], weight, bias, eps=float(source_eps))
         numbers = num_groups, float(strength), float(eps), float(source_eps)
         out: Tensor = channelwise.MigratedNorm.apply(maps, layout, numbers, *given)
         return out.view_as(x) if x.ndim == 2 else out
+    by_kernels = by_maps(maps, num_groups, strength, given, eps, source_eps)
+    if by_kernels is not None:
+        return by_kernels.view_as(x) if x.ndim == 2 else by_kernels
+    if isinstance(strength, Strength):
+        strength = strength.value(compute_dtype(x))
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device).detach()
     values = maps, *given, (num_groups, t, eps, source_eps)
     out = _group_affine(*values)[0] if transformed() else _GroupAffine.apply(*values)
     return out.view_as(x) if x.ndim == 2 else out
+
+
+def by_maps(
+    x: Tensor,
+    num_groups: int,
+    strength: Any,
+    given: tuple[Tensor | None, ...],
+    eps: Any,
+    source_eps: Any,
+    module: Any = None,
+) -> Tensor | None:
+    """Return the result by kernels for a GPU, None where they do not take `x`."""
+    module = kernels.maps_for(x) if module is None else module
+    plan = None if module is None else module.plan_for(x, per_sample=True)
+    if plan is None:
+        return None
+    if not isinstance(strength, Strength):
+        strength = Strength(torch.as_tensor(strength, device=x.device).detach())
+    numbers = (torch.as_tensor(number, device=x.device) for number in (eps, source_eps))
+    out: Tensor = module.MigratedNorm.apply(x, plan, num_groups, strength, *given, *numbers)
+    return out
 
 
 def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -326,13 +355,15 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         affine = self.running_mean, self.running_var, self.weight, self.bias
-        options = {
-            "strength": self.strength,
-            "eps": self.group_eps,
-            "source_eps": self.eps,
-            "gain": self.gain,
-        }
-        return migrated_group_norm(x, self.num_groups, *affine, **options)
+        return migrated_group_norm(
+            x,
+            self.num_groups,
+            *affine,
+            strength=self._strength,
+            eps=self.group_eps,
+            source_eps=self.eps,
+            gain=self.gain,
+        )
 
     def input_affine(self) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift: standardization

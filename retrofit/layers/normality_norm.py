@@ -27,7 +27,7 @@ from retrofit.layers.kernels.eager import (
     compute_dtype,
     normal,
 )
-from retrofit.layers.kernels.layout import is_dense, layout_of
+from retrofit.layers.kernels.layout import Layout, is_dense, layout_of
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
 
@@ -119,17 +119,15 @@ class Normalization(NamedTuple):
         own = [self.beside(parameter, x) for parameter in parameters]
         return [None if parameter is None else self.sets(parameter)[0] for parameter in own]
 
-    def options(
-        self,
-        values: Tensor,
-        dim: tuple[int, ...],
-        affine: list[Tensor | None],
-        strength: Strength,
-        seed: Tensor | None,
-    ) -> KernelOptions:
-        """Return what kernels take beside the views of tensors."""
+    def layout(self, values: Tensor, dim: tuple[int, ...], affine: list[Tensor | None]) -> Layout:
+        """Return the layout for kernels of the view of a tensor by its sets."""
         shapes = [None if view is None else view.shape for view in affine]
-        layout = layout_of(values.shape, values.stride(), dim, *shapes)
+        return layout_of(values.shape, values.stride(), dim, *shapes)
+
+    def options(
+        self, layout: Layout | None, strength: Strength, seed: Tensor | None
+    ) -> KernelOptions:
+        """Return what kernels take beside tensors."""
         own = self.eps, self.alpha, self.noise, seed, self.group, self.running
         return KernelOptions(layout, strength, *own)
 
@@ -140,10 +138,9 @@ class Normalization(NamedTuple):
         values, dim = self.sets(x.detach())
         if kernels.fits(x):
             values = values if is_dense(x.shape, x.stride()) else values.contiguous()
-            strides = values.stride()
-            shapes = [None if p is None else p.shape for p in self.views(x, weight, bias)]
-            layout = layout_of(values.shape, strides, dim, *shapes)
-            stats = layout.undo(stats[:4], layout.kept)
+            layout = self.layout(values, dim, self.views(x, weight, bias))
+            sets = math.prod(layout.kept)
+            stats = layout.undo(stats.reshape(-1)[: 4 * sets], layout.kept)
         mean, var, _, step = stats[:4]
         return Statistics(mean, var, 1 + step, Reductions(dim, self.group).size(values))
 
@@ -240,26 +237,28 @@ class _NormalityNorm(torch.autograd.Function):
             # Dense, so that the sets of what is made like it lie as its own do
             x = x if is_dense(x.shape, x.stride()) else x.contiguous()
             module = kernels.choose(x, spec.group)
-        if module is None or not module.READS_STRENGTH:
-            strength = Strength(strength.value(compute_dtype(x)))
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
-        ctx.spec, ctx.module, ctx.strength = spec, module, strength
+        layout = None
+        if module is not None:
+            layout = spec.layout(values, dim, views)
+            module = module if module.takes(values, layout) else eager
+        reads = module is not None and module.READS_STRENGTH
+        if not reads:
+            strength = Strength(strength.value(compute_dtype(x)))
+        options = spec.options(layout, strength, seed)
+        ctx.spec, ctx.module, ctx.strength, ctx.layout = spec, module, strength, layout
         if module is None:
-            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
-            noise = _noise(values, factor, seed)
-            over = Reductions(dim, spec.group)
+            noise = _noise(values, options)
             gamma, beta = views
-            out, stats = eager.normalized(values, gamma, beta, t, spec.eps, noise, over)
+            over = Reductions(dim, spec.group)
+            out, stats = eager.normalized(values, gamma, beta, options.t, spec.eps, noise, over)
             out = out.reshape(x.shape)
         else:
             out = torch.empty_like(x)
-            options = spec.options(values, dim, views, strength, seed)
             stats = module.forward(spec.sets(out)[0], values, *views, options)
-        moved = spec.running is not None and module is not None and module.READS_STRENGTH
-        source = strength.source if module is None or not module.READS_STRENGTH else None
-        ctx.save_for_backward(x, weight, bias, source, seed, stats)
-        if moved:
+        ctx.save_for_backward(x, weight, bias, None if reads else strength.source, seed, stats)
+        if reads and spec.running is not None:
             return out, None
         ctx.mark_non_differentiable(stats)
         return out, stats
@@ -273,17 +272,16 @@ class _NormalityNorm(torch.autograd.Function):
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
         grad = spec.sets(grads[0])[0]
+        options = spec.options(ctx.layout, strength, seed)
         if ctx.module is None:
-            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
-            noise = _noise(values, factor, seed)
+            noise = _noise(values, options)
             over = Reductions(dim, spec.group)
-            grad_x, y = eager.pulled_back(grad, values, views[0], t, stats, noise, over)
+            grad_x, y = eager.pulled_back(grad, values, views[0], options.t, stats, noise, over)
             grad_x = grad_x.reshape(x.shape)
             grad = grad.to(y.dtype)
             gradients: Any = grad * y, grad
         else:
             grad_x = torch.empty_like(x)
-            options = spec.options(values, dim, views, strength, seed)
             tensors = spec.sets(grad_x)[0], values, grad, views[0]
             affine = ctx.module.backward(*tensors, stats, options)
             gradients = options.layout.undo(affine, options.layout.full_affine)
@@ -297,7 +295,8 @@ def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Te
     return gradient.sum_to_size(view.shape).reshape(parameter.shape).to(parameter.dtype)
 
 
-def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:
+def _noise(x: Tensor, options: KernelOptions) -> Noise | None:
+    factor, seed = options.factor, options.seed
     if factor is None or seed is None:
         return None
     return lambda spread: normal(x.shape, seed) * (factor * spread)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
+from retrofit.layers import kernels
 from retrofit.layers.converted_layer import hold_settings
 from retrofit.layers.forms import ChannelAffine, FunctionModule, constant_copy
 from retrofit.layers.frozen_batch_norm import ConstantAffine
@@ -287,22 +288,39 @@ class ProxyNorm(StrengthMixin):
             raise ValueError(f"ProxyNorm expects {self.num_features} channels in {where}")
         kind = channelwise.known(self.activation)
         if kind is not None:
-            tensors = (
-                *self._affine(),
-                self.proxy_scale,
-                self.proxy_bias,
-                self.restore_scale,
-                self.restore_shift,
-            )
-            layout = channelwise.layout_of(x, *tensors, channel_dim=self.channel_dim)
-            if layout is not None:
-                constants = kind, self.eps, float(self.strength), self.scale, self.samples
-                out: Tensor = channelwise.ProxyActivation.apply(x, layout, constants, *tensors)
+            maps = kernels.maps_for(x)
+            out = self._by_kernels(x, kind) if maps is None else self._by_maps(x, kind, maps)
+            if out is not None:
                 return out
         scale, shift = self.constants(compute_dtype(x))
         shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)
         phi = self.activation(x)
         return torch.addcmul(shift.view(shape), phi, scale.view(shape)).to(phi.dtype)
+
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        """Return what the constants depend on."""
+        restored = self.restore_scale, self.restore_shift
+        return *self._affine(), self.proxy_scale, self.proxy_bias, *restored
+
+    def _by_kernels(self, x: Tensor, kind: tuple[int, float, float]) -> Tensor | None:
+        """Return the result by kernels for a CPU, None where they do not take `x`."""
+        tensors = self._tensors()
+        layout = channelwise.layout_of(x, *tensors, channel_dim=self.channel_dim)
+        if layout is None:
+            return None
+        constants = kind, self.eps, float(self.strength), self.scale, self.samples
+        out: Tensor = channelwise.ProxyActivation.apply(x, layout, constants, *tensors)
+        return out
+
+    def _by_maps(self, x: Tensor, kind: tuple[int, float, float], maps: Any) -> Tensor | None:
+        """Return the result by kernels for a GPU, None where they do not take `x`."""
+        plan = maps.plan_for(x, self.channel_dim)
+        if plan is None:
+            return None
+        settings = self.eps, self.scale, self.samples
+        tensors = self._tensors()
+        out: Tensor = maps.ProxyActivation.apply(x, plan, kind, self._strength, settings, *tensors)
+        return out
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the wrapped activation's entries under the names they had before it was wrapped."""

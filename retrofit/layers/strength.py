@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.converted_layer import ConvertedLayer
+from retrofit.layers.kernels.eager import Strength
 from retrofit.layers.transforms import transformed
 from retrofit.utils.text import ROOT, plural, shortlist
 
@@ -109,6 +110,11 @@ class StrengthMixin(ConvertedLayer):
             RuntimeError: In evaluation, if t is an average of different values.
         """
         return self._checked_code()[0].to(torch.float32) * UNIT
+
+    @property
+    def _strength(self) -> Strength:
+        """The strength for kernels, which read the buffer themselves."""
+        return Strength(self._checked_code(), UNIT)
 
     def _checked_code(self) -> Tensor:
         """Return the buffer that holds t, unless it is an average in evaluation."""

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from retrofit.layers import BatchNormalNorm2d, DecorrelatedBatchNorm2d
-from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, _ChannelsLast
+from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
+from retrofit.layers.kernels import maps
 
 MEAN, VAR, WEIGHT, BIAS = torch.linspace(-1, 4, 24, dtype=torch.float64).square().view(4, 6) + 0.1
 X = torch.randn(4, 6, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
@@ -38,8 +39,21 @@ def test_on_cuda(dtype: torch.dtype, affine: bool) -> None:
 
 @pytest.mark.parametrize("affine", [(WEIGHT, BIAS), (None, None)])
 def test_second_derivative(affine: tuple[torch.Tensor | None, ...]) -> None:
+    """Where kernels for a GPU have computed the output."""
     x, *trained = (None if one is None else one.clone().requires_grad_() for one in (X, *affine))
-    assert torch.autograd.gradgradcheck(_ChannelsLast.apply, (x, MEAN, VAR, *trained, 1e-3))
+    grad = torch.randn_like(x).requires_grad_()
+
+    def gradients(x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grad_x, (grad_weight, grad_bias) = maps._differentiably(
+            x, grad, MEAN, VAR, trained[0], 1e-3
+        )
+        return grad_x, grad_weight, grad_bias
+
+    out = nn.functional.batch_norm(x, MEAN, VAR, *trained, eps=1e-3)
+    leaves = [leaf for leaf in (x, *trained) if leaf is not None]
+    expected = torch.autograd.grad(out, leaves, grad)
+    torch.testing.assert_close(gradients(x, grad)[: len(leaves)], expected)
+    assert torch.autograd.gradcheck(gradients, (x, grad))
 
 
 @pytest.mark.parametrize("cls", [FrozenBatchNorm, BatchNormalNorm2d, DecorrelatedBatchNorm2d])

@@ -71,6 +71,13 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
     return kernels if group is None or kernels is cpp else eager
 
 
+def maps_for(x: Tensor) -> ModuleType | None:
+    """Return the kernels of maps by a scale and a shift where Triton is chosen for `x`."""
+    if not (x.is_cuda or _named() == "triton") or not fits(x) or not choose(x).READS_STRENGTH:
+        return None
+    return _module("maps")
+
+
 def runs_cpp(x: Tensor) -> bool:
     """Whether C++ is chosen for `x` where there is a choice of it and torch operations only."""
     return x.is_cpu and _named() in ("", "cpp") and choose(x) is cpp
@@ -79,9 +86,13 @@ def runs_cpp(x: Tensor) -> bool:
 def moves(x: Tensor, stretch: int) -> bool:
     """Whether sets of many stretches of `stretch` neighbouring elements are better moved together
     before they are run: short ones leave vectors half empty. (The C++ kernels fill theirs with the
-    stretches of neighbouring sets.)
+    stretches of neighbouring sets, Triton's do so with those of a power of two.)
     """
-    return stretch < _STRETCH and not (runs_cpp(x) and stretch <= cpp.library().width())
+    if stretch >= _STRETCH:
+        return False
+    if runs_cpp(x):
+        return stretch > cpp.library().width()
+    return stretch & (stretch - 1) != 0 or not choose(x).READS_STRENGTH
 
 
 def _named() -> str:

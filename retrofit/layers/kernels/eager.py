@@ -16,7 +16,7 @@ standard deviations.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -254,7 +254,8 @@ class Running(NamedTuple):
 class KernelOptions(NamedTuple):
     """What the kernels take beside tensors, which are given as views by their sets."""
 
-    layout: Layout
+    # None where a compiler traces the formulas
+    layout: Any
     strength: Strength
     # added to the variance
     eps: float
@@ -279,7 +280,14 @@ class KernelOptions(NamedTuple):
 
 
 READS_STRENGTH = False
-"""Whether `KernelOptions.strength` may be a buffer that changes after the call."""
+"""Whether `KernelOptions.strength` may be a buffer that changes after the call, and
+`KernelOptions.running` is moved.
+"""
+
+
+def takes(x: Tensor, layout: Layout) -> bool:
+    """Whether the kernels can go about a tensor."""
+    return True
 
 
 def forward(

@@ -6,15 +6,18 @@ bits must repeat. What passed is remembered in the cache folder, by device, vers
 """
 
 import contextlib
+import copy
 import hashlib
 import importlib.metadata
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrofit.layers.kernels import cpp, eager
 from retrofit.layers.kernels.eager import KernelOptions, Strength
@@ -45,10 +48,15 @@ CASES = (
     Case("channels, contiguous", (3, 5, 700), (0, 2), (1, 5, 1)),
     Case("channels, contiguous, without noise", (3, 5, 700), (0, 2), (1, 5, 1), noise=False),
     Case("channels, channels_last", (130, 21), (0,), (1, 21)),
+    Case("positions, contiguous", (2, 150, 70), (1,), (1, 150, 1)),
     Case("tokens", (5, 1100), (1,), (1, 1100)),
+    Case("short rows", (3, 4, 90), (2,), (1, 4, 1)),
     Case("groups, contiguous", (2, 2, 3, 450), (2, 3), (1, 2, 3, 1)),
     Case("groups, channels_last", (2, 450, 2, 3), (1, 3), (1, 1, 2, 3)),
-    Case("channels that programs share, contiguous", (3, 2, 8000), (0, 2), (1, 2, 1)),
+    Case("long groups, contiguous", (2, 2, 3, 4500), (2, 3), (1, 2, 3, 1)),
+    Case("small groups, channels_last", (2, 450, 2, 4), (1, 3), (1, 1, 2, 4)),
+    Case("wide groups, channels_last", (2, 70, 2, 130), (1, 3), (1, 1, 2, 130)),
+    Case("channels that programs share, contiguous", (24, 2, 800), (0, 2), (1, 2, 1)),
     Case("channels that programs share, channels_last", (4000, 19), (0,), (1, 19)),
 )
 
@@ -64,17 +72,28 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
         return None
     _log.warning("testing the %s, once on this machine; compiling them may take a minute", what)
     for case in CASES:
-        try:
-            wrong = compare(kernels, case, device, dtype)
-        # whatever compiling or launching may raise
-        except Exception as error:
-            wrong = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:300]}"
+        wrong = _guarded(compare, kernels, case, device, dtype)
         if wrong:
             return f"the {what} fail their self-test ({case.name}: {wrong})"
+    if hasattr(kernels, "launch"):
+        wrong = _guarded(compare_maps, device, dtype)
+        if wrong:
+            return f"the {what} fail their self-test ({wrong})"
     if record is not None:
         with contextlib.suppress(OSError):
             record.write_text(f"{what}\n")
     return None
+
+
+def _guarded(function: Any, *arguments: Any) -> str | None:
+    """Return what a comparison says, or what compiling or launching raised."""
+    try:
+        wrong: str | None = function(*arguments)
+    # Whatever that is
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        return f"{type(error).__name__}: {lines[0][:300]}"
+    return wrong
 
 
 @torch.no_grad()
@@ -96,6 +115,85 @@ def compare(
         if not torch.equal(first[name], second[name]):
             return f"{name} is not the same twice"
     return None
+
+
+def compare_maps(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...] = (3, 6, 19, 40)
+) -> str | None:
+    """Say which result of the kernels of maps differs from torch's operations in float64."""
+    from retrofit.layers import proxy_norm
+    from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
+    from retrofit.layers.kernels import maps
+    from retrofit.layers.migrated_group_norm import MigratedGroupNorm
+
+    channels = shape[1]
+    cases: dict[str, Callable[[], nn.Module]] = {
+        "frozen": lambda: FrozenBatchNorm(channels),
+        "migrated": lambda: MigratedGroupNorm(2, channels, strength=0.7),
+    }
+    activations = nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()
+    for activation in activations:
+        cases[f"proxy of {activation}"] = partial(
+            proxy_norm.ProxyNorm,
+            activation,
+            channels,
+            norm=FrozenBatchNorm(channels),
+            restore=isinstance(activation, nn.ReLU),
+        )
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        for name, build in cases.items():
+            generator = torch.Generator("cpu").manual_seed(0)
+            layer = _random(build(), generator)
+            x = torch.randn(shape, generator=generator) + 0.5
+            grad = torch.randn(shape, generator=generator)
+            x, grad = (v.to(device, dtype, memory_format=memory_format) for v in (x, grad))
+            expected = _gradients(copy.deepcopy(layer).double().to(device), x.double(), grad, None)
+            results = [_gradients(layer.to(device), x, grad, maps) for _ in range(2)]
+            for number, reference in enumerate(expected):
+                first, second = results[0][number], results[1][number]
+                error = (first.double() - reference).abs().max() / reference.abs().max()
+                if not error.item() <= TOLERANCES[dtype]:
+                    return f"{name}: result {number} is {error:.1e} of its scale off"
+                if not torch.equal(first, second):
+                    return f"{name}: result {number} is not the same twice"
+    return None
+
+
+def _random(layer: Any, generator: torch.Generator) -> Any:
+    """Give a layer, and the norm before it, parameters and statistics that are not the default."""
+    for part in (layer, getattr(layer, "norm", None)):
+        if part is None:
+            continue
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
+            if tensor.is_floating_point() and tensor.ndim == 1:
+                value = torch.rand(tensor.shape, generator=generator) * 0.5
+                tensor.data.copy_(value + (0.0 if name.endswith(("bias", "mean")) else 0.75))
+    return layer
+
+
+def _gradients(layer: Any, x: Tensor, grad: Tensor, maps: Any) -> list[Tensor]:
+    """Return a layer's output and gradients, by kernels of maps if these are given."""
+    from retrofit.layers.kernels import channelwise
+    from retrofit.layers.migrated_group_norm import by_maps
+
+    norm = getattr(layer, "norm", None)
+    if norm is not None:
+        norm.to(x.device, next(layer.parameters()).dtype)
+    parameters = [*layer.parameters(), *(() if norm is None else norm.parameters())]
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        leaf = x.detach().requires_grad_()
+        if maps is None:
+            out = layer(leaf)
+        elif hasattr(layer, "group_eps"):
+            given = layer.weight, layer.bias, layer.running_mean, layer.running_var, layer.gain
+            numbers = layer.group_eps, layer.eps
+            out = by_maps(leaf, layer.num_groups, layer._strength, given, *numbers, maps)
+        elif norm is not None:
+            out = layer._by_maps(leaf, channelwise.known(layer.activation), maps)
+        else:
+            out = layer._by_maps(leaf, maps)
+        gradients = torch.autograd.grad(out, [leaf, *parameters], grad.to(out.dtype))
+    return [out.detach(), *gradients]
 
 
 def _results(
@@ -123,7 +221,7 @@ def _results(
     grad_weight, grad_bias = kernels.backward(grad_x, x, grad, weight, stats, options)
     results = {"the output": out, "the gradient of x": grad_x}
     results |= {"the gradient of gamma": grad_weight, "the gradient of beta": grad_bias}
-    if all(case.affine[d] == 1 for d in case.dims):
+    if layout.affine == tuple(1 if d in case.dims else n for d, n in enumerate(case.shape)):
         mean, rstd, change = (
             numbers(*case.affine) + 3,
             numbers(*case.affine).abs() + 0.1,

@@ -1,18 +1,25 @@
 """The formulas as Triton kernels: for CUDA, and for Triton's interpreter on the CPU
 (TRITON_INTERPRET=1).
 
-A program works on one set, or on a block of neighbouring sets where these alternate in memory; a
-tile has elements of a set along its first axis and sets along its second. Where sets are few and
-large, several programs share one: each stage then leaves partial sums, which every program of the
-next stage adds up in the same order. No result depends on which program comes first. Offsets are
-64-bit.
+A tile has runs along its first axis and neighbouring elements, lanes, along its second. Sets lie in
+one of three ways (`plan.py`):
+
+- columns: a lane is a set, or some neighbouring lanes are, and its elements lie along the runs;
+- stretches: a set is all lanes of its runs;
+- rows: a set is one run, which fits a tile; a tile holds several sets.
+
+Where sets are few and large, several programs share one. Each leaves partial sums, and the last of
+them to finish adds them up, always in the same order: no result depends on which program comes
+first. Tables hold a number a set, a row a field (`_MEAN` and so on).
 """
+
+# ruff: noqa: RET505 - Triton compiles what stands behind a branch by a constant, but not its `else`
 
 from __future__ import annotations
 
-import math
-from itertools import groupby
-from operator import itemgetter
+import os
+from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,51 +28,44 @@ import triton.language as tl
 from torch import Tensor
 
 from retrofit.layers.kernels import eager
-from retrofit.layers.kernels.eager import DENOMINATOR, FIELDS, NUMERATOR, KernelOptions
-from retrofit.layers.kernels.layout import Geometry, geometry_of
-from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY, StepGradient
+from retrofit.layers.kernels.eager import DENOMINATOR, NUMERATOR, KernelOptions, Running
+from retrofit.layers.kernels.layout import Layout
+from retrofit.layers.kernels.plan import Plan, plan_of
+from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY
 
-# stages in one launch
+READS_STRENGTH = True
+
+# Stages in one launch
 _ALL = -1
-# neighbouring sets a program works on where they alternate in memory
-_COLUMNS = 16
-# elements
-_TILE = 1024
-_PROGRAMS_PER_PROCESSOR = 4
-# tiles that a program goes through at least before a set is shared
-_ROUNDS = 4
+# Partial sums that the last program adds up at a time
+_SHARES = tl.constexpr(16)
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-_LOG_STRETCH, _MIN_CURVATURE, _TINY = (
-    tl.constexpr(LOG_STRETCH),
-    tl.constexpr(MIN_CURVATURE),
-    tl.constexpr(TINY),
-)
-# What is kept of each set, as `eager.FIELDS` has it: `_GRADIENT` is the first of five. Rows of the
-# forward's partial sums: `_MOMENTS` is the first of five; rows of the backward's: five sums, and
-# the gradients of gamma and beta.
-_MEAN, _RSTD, _STEP, _GRADIENT, _SPREAD = map(tl.constexpr, (0, 2, 3, 4, 9))
-_MEANS, _SQUARES, _MOMENTS, _LOW, _HIGH, _CENTRE, _DISTANCES = map(
-    tl.constexpr, (0, 1, 2, 7, 8, 9, 10)
-)
-_TO_WEIGHT, _TO_BIAS = tl.constexpr(5), tl.constexpr(6)
-_FORWARD_PARTS, _BACKWARD_PARTS = 11, 7
+_LOG_STRETCH, _MIN_CURVATURE, _TINY = map(tl.constexpr, (LOG_STRETCH, MIN_CURVATURE, TINY))
+_LN2 = tl.constexpr(0.6931471805599453)
+# |p| below which expm1(p * log) / p is not taken as it stands, and |p * log| below which a series
+# stands for it
+_SMALL_POWER, _SMALL = tl.constexpr(0.5), tl.constexpr(0.2)
+
+# Rows of the table that the forward pass leaves: the first four as in `eager.FIELDS`
+_MEAN, _VAR, _RSTD, _STEP = map(tl.constexpr, range(4))
+_BY_M1, _BY_M2, _BY_M3, _BY_M45, _BY_V = map(tl.constexpr, range(4, 9))
+_SPREAD, _T, _LOW, _HIGH, _CENTRE = map(tl.constexpr, range(9, 14))
+_FIELDS = 14
+# Stages after which programs that share a set merge what they found: four and one
+_COUNTERS = 5
+# Of the table that the sums of the backward pass leave
+_PULL, _OFFSET, _TILT = map(tl.constexpr, range(3))
 
 # Coefficients of polynomials, highest power first
 _NUMERATOR, _DENOMINATOR = tl.constexpr(NUMERATOR), tl.constexpr(DENOMINATOR)
-_SERIES = tl.constexpr((1 / 5760, 1 / 840, 1 / 144, 1 / 30, 1 / 8, 1 / 3, 1 / 2))
-_EXPM1 = tl.constexpr(
-    (
-        0.0013882494531571865,
-        0.00836664717644453,
-        0.04166720435023308,
-        0.16666541993618011,
-        0.4999999701976776,
-    )
-)
-_LOG1P = tl.constexpr(
-    (0.05413185432553291, -0.12067317217588425, 0.14983916282653809, -0.1682281792163849)
-    + (0.19977077841758728, -0.24993441998958588, 0.3333354890346527, -0.5000005960464478)
-)
+# expm1(u) / u, and its derivative
+_GROWTH = tl.constexpr((1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0))
+_SLOPE = tl.constexpr((1 / 144, 1 / 30, 1 / 8, 1 / 3, 1 / 2))
+
+
+_NUMBERS = ["outer_stride", "inner", "inner_stride", "stride", "lanes", "runs", "share"]
+_NUMBERS += ["by_inner", "sets", "entries"]
 
 
 @triton.jit
@@ -78,28 +78,25 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr):
 
 
 @triton.jit
-def _log_of(k, m):
-    """Log of 2^(k / 2^23) * (1 + m), as normality.cpp has it."""
-    return k.to(tl.float32) * (0.6931471805599453 / 8388608) + (
-        _polynomial(m, _LOG1P) * (m * m) + m
-    )
+def _log2(x):
+    """One instruction, with an absolute error of 2^-22 beside 1."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
-def _log1p(a):
-    a = tl.where(a > 1e37, 1e37, a)
-    k = ((1 + a).to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
-    scale = (0x3F800000 - k).to(tl.float32, bitcast=True)
-    return _log_of(k, a * scale + (scale - 1))
-
-
-@triton.jit
-def _expm1(u):
-    u = tl.where(u > 87.0, 87.0, tl.where(u < -87.0, -87.0, u))
-    n = tl.floor(u * 1.4426950408889634 + 0.5)
-    r = (u - n * 0.693145751953125) - n * 1.4286068203e-6
-    scale = ((n.to(tl.int32) << 23) + 0x3F800000).to(tl.float32, bitcast=True)
-    return (_polynomial(r, _EXPM1) * (r * r) + r) * scale + (scale - 1)
+def _exp2(x):
+    """One instruction, with a relative error of 2^-22; 1 at 0."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -110,248 +107,107 @@ def _normal(position, Seed):
     key = ((key ^ (key >> 11)) + tl.load(Seed + 1).to(tl.uint32, bitcast=True)) * 0xAC4C1B51
     key = (key ^ (key >> 15)) * 0x31848BAB
     key = key ^ (key >> 14)
-    v = (key & 0x7FFFFFFF).to(tl.int32, bitcast=True).to(tl.float32) * (1 / 2147483648) + (
-        1 / 4294967296
-    )
-    q = v * (2 - v)
-    k = (q.to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
-    w = -_log_of(k, q * (0x3F800000 - k).to(tl.float32, bitcast=True) - 1)
+    whole = (key & 0x7FFFFFFF).to(tl.int32, bitcast=True).to(tl.float32)
+    v = whole * (1 / 2147483648) + 1 / 4294967296
+    w = -tl.log(v * (2 - v))
     z = (1 - v) * _polynomial(w, _NUMERATOR) / _polynomial(w, _DENOMINATOR)
     return tl.where(key >= 0x80000000, -z, z)
 
 
+# The transform
+
+
+class _Power(NamedTuple):
+    """psi at a set's lambda = 1 + change, for its two signs: p = 1 + change and 1 - change.
+
+    expm1(p * l) = a * E + (E - 1) with E = exp((p - 1) * l), which is 1 at change 0, where psi is
+    the identity to the bit. Where one p is near 0, it loses its digits: there, E = exp(p * l).
+    """
+
+    # exponents of E, by sign
+    up: Any
+    down: Any
+    # sign / p
+    by_up: Any
+    by_down: Any
+    # 1 where E = exp((p - 1) * l), else 0; and |p * l| below which a series stands for expm1
+    usual: Any
+    small: Any
+
+
 @triton.jit
-def _psi(h, change):
-    """Return psi(h; 1 + change), log(1 + |h|), u = p * log and expm1(u)."""
+def _power(change):
     up, down = 1 + change, 1 - change
-    up = tl.where(up == 0, 1e-20, up)
-    down = tl.where(down == 0, 1e-20, down)
-    log = _log1p(tl.abs(h))
-    u = log * tl.where(h < 0, down, up)
-    growth = _expm1(u)
-    return growth * tl.where(h < 0, -1 / down, 1 / up), log, u, growth
-
-
-class _Where(NamedTuple):
-    """Where the sets of a tensor lie, as `Geometry` has it, and how many elements of a set a
-    program takes.
-    """
-
-    outer_stride: Any
-    inner: Any
-    inner_stride: Any
-    run_stride: Any
-    length: Any
-    affine_inner: Any
-    affine_run: Any
-    affine_lane: Any
-    sets: Any
-    elements: Any
-    share: Any
-
-
-class _Options(NamedTuple):
-    """What `KernelOptions` holds beside shapes; `seed` and `factor` are None for no noise. Kernels
-    take it as `given`: `options` is a name of Triton's own in the launcher that it writes of a
-    kernel's arguments.
-    """
-
-    t: Any
-    eps: Any
-    factor: Any
-    seed: Any
-
-
-class _Sets(NamedTuple):
-    """What a program works on: its sets, a tile's columns, and its share of their elements."""
-
-    # number of the block of neighbouring sets
-    block: Any
-    # number of a set within the block
-    lane: Any
-    # offset of a set's first element
-    base: Any
-    # a set's number in `Stats` and `Parts`
-    column: Any
-    # whether the lane holds a set at all
-    there: Any
-    # of the share; it ends before `stop`
-    start: Any
-    stop: Any
-    where: Any
+    near = (tl.abs(up) < _SMALL_POWER) | (tl.abs(down) < _SMALL_POWER)
+    by_up = 1 / tl.where(up == 0, 1e-20, up)
+    by_down = -1 / tl.where(down == 0, 1e-20, down)
+    exponents = tl.where(near, up, change), tl.where(near, down, -change)
+    usual, small = tl.where(near, 0.0, 1.0), tl.where(near, _SMALL, 0.0)
+    return _Power(exponents[0], exponents[1], by_up, by_down, usual, small)
 
 
 @triton.jit
-def _sets(where, COLUMNS: tl.constexpr):
-    task = tl.program_id(0).to(tl.int64)
-    o, i = task // where.inner, task % where.inner
-    lane = tl.arange(0, COLUMNS).to(tl.int64)[None, :]
-    base = o * where.outer_stride + i * where.inner_stride + lane
-    column = task + lane if COLUMNS == 1 else o * where.length + i * where.inner_stride + lane
-    there = lane == 0 if COLUMNS == 1 else i * where.inner_stride + lane < where.length
-    start = tl.program_id(1) * where.share
-    return _Sets(
-        i, lane, base, column, there, start, tl.minimum(start + where.share, where.elements), where
+def _psi(h, power):
+    """Return psi(h; lambda) and what its derivatives share."""
+    a = tl.abs(h)
+    negative = h < 0
+    log2 = _log2(1 + a)
+    log = log2 * _LN2
+    exponent = tl.where(negative, power.down, power.up)
+    inverse = tl.where(negative, power.by_down, power.by_up)
+    grown = _exp2(exponent * log2)
+    growth = a * power.usual * grown + (grown - 1)
+    signed = tl.where(negative, -log, log)
+    u = exponent * log
+    series = tl.abs(u) < power.small
+    y = tl.where(series, signed * _polynomial(u, _GROWTH), growth * inverse)
+    return y, a, log2, log, signed, negative, grown, growth, inverse, series, u
+
+
+@triton.jit
+def _tendencies(h, a, log, negative, inverse, by_m1, by_m2, by_m3, by_m45):
+    """Return the set's size times d step / d h, but for the moment v
+    (`power_transform.step_derivative`); `inverse` is 1 / (1 + |h|).
+    """
+    grown = log + a * log
+    d = grown - a
+    both = grown + d
+    even = by_m45 * (log * (2 * both - log) - 2 * d) + by_m3 * log
+    return by_m1 * inverse + by_m2 * (both - log) + tl.where(negative, -even, even)
+
+
+@triton.jit
+def _pulls(h, g, power, table):
+    """Return y, g * d psi / d h, g * d psi / d lambda and `_tendencies`."""
+    y, a, log2, log, signed, negative, grown, growth, by, series, u = _psi(h, power)
+    inverse = _exp2(-log2)
+    direct = g * grown * (inverse + power.usual * (1 - inverse))
+    exact = by * (signed * (growth + 1) - y)
+    to_lmbda = g * tl.where(series, log * log * _polynomial(u, _SLOPE), exact)
+    moved = _tendencies(
+        h, a, log, negative, inverse, table.by_m1, table.by_m2, table.by_m3, table.by_m45
     )
+    return y, direct, to_lmbda, moved
 
 
 @triton.jit
-def _elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return of a tile from element `e` of the sets: offsets, which of them there are, and where in
-    gamma and beta.
-    """
-    where = at.where
-    e += tl.arange(0, ROWS)[:, None]
-    run = (e // where.length if COLUMNS == 1 else e).to(tl.int64)
-    lane = (e % where.length).to(tl.int64) if COLUMNS == 1 else at.lane
-    offset = run * where.run_stride + at.base + (lane if COLUMNS == 1 else 0)
-    parameter = at.block * where.affine_inner + run * where.affine_run + lane * where.affine_lane
-    return offset, (e < at.stop) & at.there, parameter
+def _moments(h):
+    """Return what `power_transform.first_step` takes means of, but for v."""
+    a = tl.abs(h)
+    log = _log2(1 + a) * _LN2
+    grown = log + a * log
+    d = grown - a
+    return tl.where(h < 0, -log, log), h * d, d, a * (grown * log - 2 * d) + d * d
 
 
 @triton.jit
-def _values(P, offset, mask):
-    return tl.load(P + offset, mask=mask, other=0.0).to(tl.float32)
+def _log1p(a):
+    return tl.where(a < 1e-4, a, tl.log(1 + a))
 
 
 @triton.jit
-def _statistic(Stats, FIELD: tl.constexpr, at):
-    """Return one number of each set, to be broadcast over its elements."""
-    return _values(Stats + FIELD * at.where.sets, at.column, at.there)
-
-
-@triton.jit
-def _keep(Stats, FIELD: tl.constexpr, at, value):
-    """Store one number of each set, by the first of the programs that share it."""
-    tl.store(
-        Stats + FIELD * at.where.sets + at.column,
-        value,
-        mask=at.there & (at.column * 0 + tl.program_id(1) == 0),
-    )
-
-
-@triton.jit
-def _part(Parts, row, s, at):
-    """Load what program `s` of those that share a set left in a row."""
-    return _values(Parts + (row * tl.num_programs(1) + s) * at.where.sets, at.column, at.there)
-
-
-@triton.jit
-def _leave(Parts, row, at, value):
-    tl.store(
-        Parts + (row * tl.num_programs(1) + tl.program_id(1)) * at.where.sets + at.column,
-        value,
-        mask=at.there,
-    )
-
-
-@triton.jit
-def _leave_five(Parts, ROW: tl.constexpr, at, values):
-    for k in tl.static_range(5):
-        _leave(Parts, ROW + k, at, values[k])
-
-
-@triton.jit
-def _collect(Parts, row, at):
-    """Add up what the programs that share a set left of one sum, in their order."""
-    total = _part(Parts, row, 0, at)
-    for s in range(1, tl.num_programs(1)):
-        total += _part(Parts, row, s, at)
-    return total
-
-
-@triton.jit
-def _collect_five(Parts, ROW: tl.constexpr, at):
-    first, second, third = (
-        _collect(Parts, ROW, at),
-        _collect(Parts, ROW + 1, at),
-        _collect(Parts, ROW + 2, at),
-    )
-    return first, second, third, _collect(Parts, ROW + 3, at), _collect(Parts, ROW + 4, at)
-
-
-@triton.jit
-def _total(tile):
-    """Sum a tile over the elements of each set."""
-    return tl.sum(tile, 0, keep_dims=True)
-
-
-@triton.jit
-def _own_mean(X, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return mean and sum of squared deviations of a program's share, as `eager.normalized`
-    corrects them.
-    """
-    zero = tl.zeros([ROWS, COLUMNS], tl.float32)
-    total, offset_total, power = zero, zero, zero
-    for e in range(at.start, at.stop, ROWS):
-        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
-        total += _values(X, offset, mask)
-    mean = _total(total) / (at.stop - at.start)
-    for e in range(at.start, at.stop, ROWS):
-        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
-        centred = tl.where(mask, _values(X, offset, mask) - mean, 0.0)
-        offset_total += centred
-        power += centred * centred
-    shift = _total(offset_total) / (at.stop - at.start)
-    squares = _total(power) - shift * shift * (at.stop - at.start)
-    return mean + tl.where(shift == shift, shift, 0.0), squares
-
-
-@triton.jit
-def _whole_mean(Parts, at, COLUMNS: tl.constexpr):
-    """Merge the programs' means and sums of squared deviations."""
-    elements, share = at.where.elements, at.where.share
-    mean = tl.zeros([1, COLUMNS], tl.float32)
-    for s in range(0, tl.num_programs(1)):
-        count = tl.minimum((s + 1) * share, elements) - s * share
-        mean += _part(Parts, _MEANS, s, at) * (count / elements)
-    squares = tl.zeros([1, COLUMNS], tl.float32)
-    for s in range(0, tl.num_programs(1)):
-        count = tl.minimum((s + 1) * share, elements) - s * share
-        apart = _part(Parts, _MEANS, s, at) - mean
-        squares += _part(Parts, _SQUARES, s, at) + apart * apart * count
-    return mean, squares
-
-
-@triton.jit
-def _own_moments(X, at, mean, rstd, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return sums over a program's share of what `power_transform.first_step` takes means of, and
-    its extremes.
-    """
-    zero = tl.zeros([ROWS, COLUMNS], tl.float32)
-    m1, m2, m3, m45, v, low, high = zero, zero, zero, zero, zero, zero, zero
-    for e in range(at.start, at.stop, ROWS):
-        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
-        h = tl.where(mask, (_values(X, offset, mask) - mean) * rstd, 0.0)
-        a = tl.abs(h)
-        log = _log1p(a)
-        grown = log + a * log
-        d = grown - a
-        m1 += tl.where(h < 0, -log, log)
-        m2 += h * d
-        m3 += d
-        m45 += a * (grown * log - 2 * d) + d * d
-        v += h * h
-        low = tl.where(h < low, h, low)
-        high = tl.where(h > high, h, high)
-    sums = _total(m1), _total(m2), _total(m3), _total(m45), _total(v)
-    return sums, tl.min(low, 0, keep_dims=True), tl.max(high, 0, keep_dims=True)
-
-
-@triton.jit
-def _whole_extremes(Parts, at, COLUMNS: tl.constexpr):
-    low, high = tl.zeros([1, COLUMNS], tl.float32), tl.zeros([1, COLUMNS], tl.float32)
-    for s in range(0, tl.num_programs(1)):
-        low = tl.minimum(low, _part(Parts, _LOW, s, at))
-        high = tl.maximum(high, _part(Parts, _HIGH, s, at))
-    return low, high
-
-
-@triton.jit
-def _first_step(sums, low, high, elements):
+def _first_step(m1, m2, m3, m45, v, low, high):
     """Return the step of `power_transform.first_step`, within `step_bounds`, and its gradient."""
-    m1, m2, m3, m45 = sums[0] / elements, sums[1] / elements, sums[2] / elements, sums[3] / elements
-    v = sums[4] / elements
     v = tl.where(v < _TINY, _TINY, v)
     ratio = m2 / v
     slope = ratio - m1
@@ -366,320 +222,778 @@ def _first_step(sums, low, high, elements):
     by_slope = tl.where(free, -1 / curvature, 0.0)
     by_bend = tl.where(free & (raw > _MIN_CURVATURE), slope / (curvature * curvature), 0.0)
     by_v = (-by_slope * ratio - by_bend * bend + 4 * by_bend * ratio * ratio) / v
-    return step, (
-        -by_slope,
-        (by_slope - 4 * by_bend * ratio) / v,
-        -2 * by_bend * m3 / v,
-        by_bend / v,
-        by_v,
-    )
+    by_m2 = (by_slope - 4 * by_bend * ratio) / v
+    return step, -by_slope, by_m2, -2 * by_bend * m3 / v, by_bend / v, by_v
+
+
+# Where elements lie
+
+
+class _Place(NamedTuple):
+    """What a program works on."""
+
+    # offset of its first run
+    base: Any
+    # numbers of the lanes within their run, and whether they are there
+    lane: Any
+    held: Any
+    # numbers of sets in tables, and whether they are there; both broadcast to a tile
+    sets: Any
+    valid: Any
+    # first gamma of its sets
+    parameter: Any
+    # its runs, and the distance from run to run
+    start: Any
+    stop: Any
+    stride: Any
+    lanes: Any
+    # elements of a set: all, and those that a run has
+    count: Any
+    width: Any
+    # number of the block of runs that its sets lie in
+    outer: Any
 
 
 @triton.jit
-def _own_sum(X, at, mean, rstd, change, centre, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum psi over a program's share, or its distance from `centre` where that is given."""
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for e in range(at.start, at.stop, ROWS):
-        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
-        y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
-        if centre is not None:
-            y = tl.abs(y - centre)
-        total += tl.where(mask, y, 0.0)
-    return _total(total)
+def _in_rows(inner, lanes, runs, TILE: tl.constexpr):
+    task = tl.program_id(0)
+    run = tl.arange(0, TILE.rows)[:, None]
+    lane = tl.arange(0, TILE.cols)[None, :]
+    stop = runs - task * TILE.rows
+    sets = task * TILE.rows + run
+    base = task.to(tl.int64) * TILE.rows * lanes
+    parameter = sets % inner if TILE.along == "sets" else task * 0
+    return _Place(
+        base, lane, lane < lanes, sets, run < stop, parameter, task * 0, stop, lanes, lanes, lanes,
+        lanes, task,
+    )  # fmt: skip
 
 
 @triton.jit
-def _forward(
-    Out,
-    X,
-    Weight,
-    Bias,
-    Stats,
-    Parts,
-    given,
-    STAGE: tl.constexpr,
-    where,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+def _in_columns(outer_stride, inner, stride, lanes, runs, share, TILE: tl.constexpr):
+    task = tl.program_id(0)
+    outer = task // inner
+    base = outer.to(tl.int64) * outer_stride
+    lane = task % inner * TILE.cols + tl.arange(0, TILE.cols)[None, :]
+    held = lane < lanes
+    sets = (outer * lanes + lane) // TILE.merge
+    start = tl.program_id(1) * share
+    stop = tl.minimum(start + share, runs)
+    return _Place(
+        base, lane, held, sets, held, task * 0, start, stop, stride, lanes, runs * TILE.merge,
+        TILE.merge, outer,
+    )  # fmt: skip
+
+
+@triton.jit
+def _in_stretches(
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE: tl.constexpr
 ):
-    """Stage 0 finds mean and variance, 1 the moments, 2 and 3 the noise's scale, 4 writes; -1 is
-    all at once.
+    task = tl.program_id(0)
+    outer, place = task // inner, task % inner
+    base = outer.to(tl.int64) * outer_stride + place.to(tl.int64) * inner_stride
+    lane = tl.arange(0, TILE.cols)[None, :]
+    sets = tl.zeros([1, 1], tl.int32) + task
+    start = tl.program_id(1) * share
+    stop = tl.minimum(start + share, runs)
+    return _Place(
+        base, lane, lane < lanes, sets, sets >= 0, place * by_inner, start, stop, stride, lanes,
+        runs * lanes, lanes, outer,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place(
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE: tl.constexpr
+):
+    """Return what this program works on."""
+    outer_stride, inner_stride = outer_stride * TILE.unit, inner_stride * TILE.unit
+    lanes, stride = lanes * TILE.unit, stride * TILE.unit
+    if TILE.way == "rows":
+        return _in_rows(inner, lanes, runs, TILE)
+    elif TILE.way == "columns":
+        return _in_columns(outer_stride, inner, stride, lanes, runs, share, TILE)
+    else:
+        return _in_stretches(
+            outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE
+        )
+
+
+@triton.jit
+def _elements(at, r, first, TILE: tl.constexpr):
+    """Return of a tile: where it starts, offsets from there, which elements there are, and the
+    numbers of its gammas.
     """
-    at = _sets(where, COLUMNS)
-    t, elements = tl.load(given.t), where.elements
-
-    if STAGE <= 0:
-        mean, squares = _own_mean(X, at, ROWS, COLUMNS)
-        if STAGE == 0:
-            _leave(Parts, _MEANS, at, mean)
-            _leave(Parts, _SQUARES, at, squares)
-    if STAGE > 0:
-        mean, squares = _whole_mean(Parts, at, COLUMNS)
-    if STAGE != 0:
-        var = squares / elements
-        var = tl.where(var < 0, 0.0, var)
-        rstd = 1 / tl.sqrt(var + given.eps)
-
-    if STAGE == -1 or STAGE == 1:
-        moments, low, high = _own_moments(X, at, mean, rstd, ROWS, COLUMNS)
-        if STAGE == 1:
-            _leave_five(Parts, _MOMENTS, at, moments)
-            _leave(Parts, _LOW, at, low)
-            _leave(Parts, _HIGH, at, high)
-    if STAGE > 1:
-        moments = _collect_five(Parts, _MOMENTS, at)
-        low, high = _whole_extremes(Parts, at, COLUMNS)
-    if STAGE == -1 or STAGE > 1:
-        step, gradient = _first_step(moments, low, high, elements)
-        change = t * step
-
-    spread = tl.zeros([1, COLUMNS], tl.float32)
-    if given.seed is not None:
-        if STAGE == -1 or STAGE == 2:
-            centre = _own_sum(X, at, mean, rstd, change, None, ROWS, COLUMNS)
-            if STAGE == 2:
-                _leave(Parts, _CENTRE, at, centre)
-        if STAGE > 2:
-            centre = _collect(Parts, _CENTRE, at)
-        if STAGE == -1 or STAGE > 2:
-            centre = centre / elements
-        if STAGE == -1 or STAGE == 3:
-            spread = _own_sum(X, at, mean, rstd, change, centre, ROWS, COLUMNS)
-            if STAGE == 3:
-                _leave(Parts, _DISTANCES, at, spread)
-        if STAGE > 3:
-            spread = _collect(Parts, _DISTANCES, at)
-        if STAGE == -1 or STAGE > 3:
-            spread = spread / elements
-
-    if STAGE == -1 or STAGE == 4:
-        if given.seed is not None:
-            amount = tl.load(given.factor) * spread
-        for e in range(at.start, at.stop, ROWS):
-            offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
-            y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
-            if given.seed is not None:
-                y += _normal(offset, given.seed) * amount
-            if Weight is not None:
-                y *= _values(Weight, parameter, mask)
-            if Bias is not None:
-                y += _values(Bias, parameter, mask)
-            tl.store(Out + offset, y.to(Out.dtype.element_ty), mask=mask)
-        kept = (mean, var, rstd, step) + gradient + (spread,)
-        for k in tl.static_range(10):
-            _keep(Stats, k, at, kept[k])
+    run = r + tl.arange(0, TILE.rows)[:, None]
+    start = at.base + r * at.stride.to(tl.int64) + first
+    offset = (run - r) * at.stride + at.lane
+    mask = (run < at.stop) & (at.lane + first < at.lanes)
+    parameter = at.parameter + (run if TILE.along == "runs" else first + at.lane)
+    return start, offset, mask, parameter
 
 
 @triton.jit
-def _backward(
-    GradX,
-    X,
-    Grad,
-    Weight,
-    Stats,
-    Parts,
-    given,
-    STAGE: tl.constexpr,
-    where,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Stage 0 leaves sums: of what `eager.pulled_back` takes means of (the gradient of lambda, and
-    `direct` and `shift`, plain and times h), of grad * y and of grad. Stage 1 writes; -1 does both
+def _load(P, start, offset, mask, TILE: tl.constexpr):
+    if TILE.even:
+        return tl.load(P + start + offset).to(tl.float32)
+    else:
+        return tl.load(P + start + offset, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(P, start, offset, mask, value, TILE: tl.constexpr):
+    value = value.to(P.dtype.element_ty)
+    if TILE.even:
+        tl.store(P + start + offset, value)
+    else:
+        tl.store(P + start + offset, value, mask=mask)
+
+
+@triton.jit
+def _kept(value, mask, instead, TILE: tl.constexpr):
+    return value if TILE.even else tl.where(mask, value, instead)
+
+
+@triton.jit
+def _spread_out(of_lanes, TILE: tl.constexpr):
+    """Broadcast a number of each set of merged lanes to these."""
+    wide = tl.broadcast_to(of_lanes[:, None], [TILE.cols // TILE.merge, TILE.merge])
+    return tl.reshape(wide, [1, TILE.cols])
+
+
+@triton.jit
+def _total(tile, TILE: tl.constexpr):
+    """Sum over the elements of each set."""
+    if TILE.way == "rows":
+        return tl.sum(tile, 1, keep_dims=True)
+    elif TILE.way == "columns":
+        lanes = tl.sum(tile, 0, keep_dims=True)
+        if TILE.merge == 1:
+            return lanes
+        else:
+            merged = tl.reshape(lanes, [TILE.cols // TILE.merge, TILE.merge])
+            return _spread_out(tl.sum(merged, 1), TILE)
+    else:
+        return tl.sum(tl.sum(tile, 1, keep_dims=True), 0, keep_dims=True)
+
+
+@triton.jit
+def _most(tile, TILE: tl.constexpr):
+    """Return the largest element of each set."""
+    if TILE.way == "rows":
+        return tl.max(tile, 1, keep_dims=True)
+    elif TILE.way == "columns":
+        lanes = tl.max(tile, 0, keep_dims=True)
+        if TILE.merge == 1:
+            return lanes
+        else:
+            merged = tl.reshape(lanes, [TILE.cols // TILE.merge, TILE.merge])
+            return _spread_out(tl.max(merged, 1), TILE)
+    else:
+        return tl.max(tl.max(tile, 1, keep_dims=True), 0, keep_dims=True)
+
+
+@triton.jit
+def _row(Table, FIELD: tl.constexpr, sets, at):
+    """Load a number of each set."""
+    return tl.load(Table + FIELD * sets + at.sets, mask=at.valid, other=0.0)
+
+
+@triton.jit
+def _keep(Table, FIELD: tl.constexpr, sets, at, value):
+    tl.store(Table + FIELD * sets + at.sets, value, mask=at.valid)
+
+
+# Programs that share a set
+
+
+@triton.jit
+def _leave(Parts, K: tl.constexpr, sets, at, value):
+    part = (K * tl.num_programs(1) + tl.program_id(1)) * sets
+    tl.store(Parts + part + at.sets, value, mask=at.valid)
+
+
+@triton.jit
+def _is_last(Counters, STAGE: tl.constexpr):
+    """Whether the other programs that share this one's sets have left their parts."""
+    # All threads' parts are written before one thread counts the program
+    tl.debug_barrier()
+    counter = Counters + STAGE * tl.num_programs(0) + tl.program_id(0)
+    last = tl.atomic_add(counter, 1) == tl.num_programs(1) - 1
+    # For the next time
+    tl.store(counter, 0, mask=last)
+    return last
+
+
+@triton.jit
+def _parts(Parts, K: tl.constexpr, first, sets, at):
+    """Load some programs' parts, which other processors have just written."""
+    share = first + tl.arange(0, _SHARES)[:, None]
+    there = (share < tl.num_programs(1)) & at.valid
+    offset = (K * tl.num_programs(1) + share) * sets + at.sets
+    return tl.load(Parts + offset, mask=there, other=0.0, cache_modifier=".cg"), share
+
+
+@triton.jit
+def _collect(Parts, K: tl.constexpr, sets, at):
+    """Add up all programs' parts, in their order."""
+    part, _ = _parts(Parts, K, 0, sets, at)
+    for first in range(_SHARES, tl.num_programs(1), _SHARES):
+        more, _ = _parts(Parts, K, first, sets, at)
+        part += more
+    return tl.sum(part, 0, keep_dims=True)
+
+
+@triton.jit
+def _widest(Parts, K: tl.constexpr, sets, at):
+    part, _ = _parts(Parts, K, 0, sets, at)
+    for first in range(_SHARES, tl.num_programs(1), _SHARES):
+        more, _ = _parts(Parts, K, first, sets, at)
+        part = tl.maximum(part, more)
+    return tl.max(part, 0, keep_dims=True)
+
+
+@triton.jit
+def _merged(Parts, sets, at, share, runs):
+    """Merge means and sums of squared deviations (Chan et al. 1979)."""
+    total, _ = _parts(Parts, 0, 0, sets, at)
+    total *= 0
+    for first in range(0, tl.num_programs(1), _SHARES):
+        mean, s = _parts(Parts, 0, first, sets, at)
+        total += mean * (_share_of(s, share, runs) / runs)
+    mean = tl.sum(total, 0, keep_dims=True)
+    total *= 0
+    for first in range(0, tl.num_programs(1), _SHARES):
+        part, s = _parts(Parts, 0, first, sets, at)
+        squares, _ = _parts(Parts, 1, first, sets, at)
+        apart = part - mean
+        total += squares + apart * apart * (_share_of(s, share, runs) * at.width).to(tl.float32)
+    return mean, tl.sum(total, 0, keep_dims=True)
+
+
+@triton.jit
+def _share_of(s, share, runs):
+    """How many runs program `s` has."""
+    left = runs - s * share
+    return tl.where(left < 0, 0, tl.where(left < share, left, share))
+
+
+# Passes over a program's elements
+
+
+@triton.jit
+def _mean_and_squares(X, at, TILE: tl.constexpr):
+    """Return mean, sum of squared deviations, and the extremes (-low, high), in one pass about the
+    mean of the first tile.
+    """
+    start, offset, mask, _ = _elements(at, at.start, 0, TILE)
+    x = _load(X, start, offset, mask, TILE)
+    there = tl.maximum(_total(mask.to(tl.float32), TILE), 1.0)
+    about = _total(_kept(x, mask, 0.0, TILE), TILE) / there
+    zero = tl.zeros([TILE.rows, TILE.cols], tl.float32)
+    total, power, low, high = zero, zero, zero, zero
+    lanes = TILE.cols if TILE.narrow else at.lanes
+    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+    for r in range(begin, end, TILE.rows):
+        for first in range(0, lanes, TILE.cols):
+            start, offset, mask, _ = _elements(at, r, first, TILE)
+            apart = _kept(_load(X, start, offset, mask, TILE) - about, mask, 0.0, TILE)
+            total += apart
+            power += apart * apart
+            low = tl.maximum(low, -apart)
+            high = tl.maximum(high, apart)
+    count = ((at.stop - at.start) * at.width).to(tl.float32)
+    shift = _total(total, TILE) / count
+    squares = _total(power, TILE) - shift * shift * count
+    mean = about + tl.where(shift == shift, shift, 0.0)
+    squares = tl.where(squares < 0, 0.0, squares)
+    return mean, squares, _most(low, TILE) - about, _most(high, TILE) + about
+
+
+@triton.jit
+def _sums(X, at, OF: tl.constexpr, given, TILE: tl.constexpr):
+    """Sum what `OF` returns of each element and `given`."""
+    zero = tl.zeros([TILE.rows, TILE.cols], tl.float32)
+    a, b, c, d = zero, zero, zero, zero
+    lanes = TILE.cols if TILE.narrow else at.lanes
+    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+    for r in range(begin, end, TILE.rows):
+        for first in range(0, lanes, TILE.cols):
+            start, offset, mask, _ = _elements(at, r, first, TILE)
+            values = OF(_load(X, start, offset, mask, TILE), given)
+            a += _kept(values[0], mask, 0.0, TILE)
+            if len(values) > 1:
+                b += _kept(values[1], mask, 0.0, TILE)
+                c += _kept(values[2], mask, 0.0, TILE)
+                d += _kept(values[3], mask, 0.0, TILE)
+    return _total(a, TILE), _total(b, TILE), _total(c, TILE), _total(d, TILE)
+
+
+@triton.jit
+def _moments_of(x, given):
+    return _moments((x - given[0]) * given[1])
+
+
+@triton.jit
+def _psi_of(x, given):
+    return (_psi((x - given[0]) * given[1], given[2])[0],)
+
+
+@triton.jit
+def _distance_of(x, given):
+    return (tl.abs(_psi((x - given[0]) * given[1], given[2])[0] - given[3]),)
+
+
+@triton.jit
+def _write(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE: tl.constexpr):
+    """Write psi, its noise, gamma and beta."""
+    if Weight is not None and TILE.along == "sets":
+        gamma = _gamma(Weight, at, TILE)
+    if Bias is not None and TILE.along == "sets":
+        beta = _gamma(Bias, at, TILE)
+    lanes = TILE.cols if TILE.narrow else at.lanes
+    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+    for r in range(begin, end, TILE.rows):
+        for first in range(0, lanes, TILE.cols):
+            start, offset, mask, parameter = _elements(at, r, first, TILE)
+            y = _psi((_load(X, start, offset, mask, TILE) - mean) * rstd, power)[0]
+            if Seed is not None:
+                y += _normal(start + offset, Seed) * amount
+            if TILE.along == "sets":
+                if Weight is not None:
+                    y *= gamma
+                if Bias is not None:
+                    y += beta
+            else:
+                if Weight is not None:
+                    y *= tl.load(Weight + parameter, mask=mask, other=0.0).to(tl.float32)
+                if Bias is not None:
+                    y += tl.load(Bias + parameter, mask=mask, other=0.0).to(tl.float32)
+            _store(Out, start, offset, mask, y, TILE)
+
+
+@triton.jit
+def _gamma(P, at, TILE: tl.constexpr):
+    """Load gammas that no element changes."""
+    if TILE.way == "columns":
+        return tl.load(P + at.lane, mask=at.held, other=0.0).to(tl.float32)
+    else:
+        return tl.load(P + at.parameter + at.sets * 0, mask=at.valid, other=0.0).to(tl.float32)
+
+
+# The two passes of a layer
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _forward(
+    Out, X, Weight, Bias, Table, Parts, Counters, Code, Seed,
+    RunningMean, RunningVar, RunningLambda, Batches, Momentum,
+    unit, alpha, noise, eps, momentum,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    STAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Stage 0 finds mean and variance, 1 the step, 2 and 3 the noise's scale, 4 writes; -1 is all
     at once.
     """
-    at = _sets(where, COLUMNS)
-    zero = tl.zeros([ROWS, COLUMNS], tl.float32)
-    t, elements = tl.load(given.t), where.elements
-    mean = _statistic(Stats, _MEAN, at)
-    rstd = _statistic(Stats, _RSTD, at)
-    change = t * _statistic(Stats, _STEP, at)
-    by_m1, by_m2 = _statistic(Stats, _GRADIENT, at), _statistic(Stats, _GRADIENT + 1, at)
-    by_m3, by_m45 = _statistic(Stats, _GRADIENT + 2, at), _statistic(Stats, _GRADIENT + 3, at)
-    by = StepGradient(by_m1, by_m2, by_m3, by_m45, _statistic(Stats, _GRADIENT + 4, at))
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    t = tl.load(Code).to(tl.float32) * unit
+    count = at.count.to(tl.float32)
 
     if STAGE <= 0:
-        if given.seed is not None:
-            amount = tl.load(given.factor) * _statistic(Stats, _SPREAD, at)
-        to_lmbda, direct, direct_h, shift, shift_h, to_weight, to_bias = (
-            zero,
-            zero,
-            zero,
-            zero,
-            zero,
-            zero,
-            zero,
+        mean, squares, low, high = _mean_and_squares(X, at, TILE)
+        if STAGE == 0:
+            _leave(Parts, 0, sets, at, mean)
+            _leave(Parts, 1, sets, at, squares)
+            _leave(Parts, 2, sets, at, low)
+            _leave(Parts, 3, sets, at, high)
+            if _is_last(Counters, 0):
+                mean, squares = _merged(Parts, sets, at, share, runs)
+                var = squares / count
+                rstd = 1 / tl.sqrt(var + eps)
+                _keep(Table, _MEAN, sets, at, mean)
+                _keep(Table, _VAR, sets, at, var)
+                _keep(Table, _RSTD, sets, at, rstd)
+                _keep(Table, _LOW, sets, at, -(_widest(Parts, 2, sets, at) + mean) * rstd)
+                _keep(Table, _HIGH, sets, at, (_widest(Parts, 3, sets, at) - mean) * rstd)
+        else:
+            var = squares / count
+            rstd = 1 / tl.sqrt(var + eps)
+            low, high = -(low + mean) * rstd, (high - mean) * rstd
+    else:
+        mean, rstd = _row(Table, _MEAN, sets, at), _row(Table, _RSTD, sets, at)
+
+    if STAGE == -1 or STAGE == 1:
+        m1, m2, m3, m45 = _sums(X, at, _moments_of, (mean, rstd), TILE)
+        if STAGE == 1:
+            _leave(Parts, 0, sets, at, m1)
+            _leave(Parts, 1, sets, at, m2)
+            _leave(Parts, 2, sets, at, m3)
+            _leave(Parts, 3, sets, at, m45)
+            if _is_last(Counters, 1):
+                m1, m2 = _collect(Parts, 0, sets, at), _collect(Parts, 1, sets, at)
+                m3, m45 = _collect(Parts, 2, sets, at), _collect(Parts, 3, sets, at)
+                var = _row(Table, _VAR, sets, at)
+                low, high = _row(Table, _LOW, sets, at), _row(Table, _HIGH, sets, at)
+                step = _estimate(Table, sets, at, m1, m2, m3, m45, var, rstd, low, high, t)
+                _follow(
+                    RunningMean, RunningVar, RunningLambda, Momentum, momentum, at, mean, var, step
+                )
+        else:
+            step = _estimate(Table, sets, at, m1, m2, m3, m45, var, rstd, low, high, t)
+            _follow(RunningMean, RunningVar, RunningLambda, Momentum, momentum, at, mean, var, step)
+    elif STAGE > 1:
+        step = _row(Table, _STEP, sets, at)
+
+    if STAGE == -1 or STAGE > 1:
+        power = _power(t * alpha * step)
+    spread = mean * 0
+    if Seed is not None:
+        if STAGE == -1 or STAGE == 2:
+            centre, _, _, _ = _sums(X, at, _psi_of, (mean, rstd, power), TILE)
+            if STAGE == 2:
+                _leave(Parts, 0, sets, at, centre)
+                if _is_last(Counters, 2):
+                    _keep(Table, _CENTRE, sets, at, _collect(Parts, 0, sets, at) / count)
+            else:
+                centre = centre / count
+        if STAGE == 3:
+            centre = _row(Table, _CENTRE, sets, at)
+        if STAGE == -1 or STAGE == 3:
+            spread, _, _, _ = _sums(X, at, _distance_of, (mean, rstd, power, centre), TILE)
+            if STAGE == 3:
+                _leave(Parts, 0, sets, at, spread)
+                if _is_last(Counters, 3):
+                    _keep(Table, _SPREAD, sets, at, _collect(Parts, 0, sets, at) / count)
+            else:
+                spread = spread / count
+        if STAGE == 4:
+            spread = _row(Table, _SPREAD, sets, at)
+
+    if STAGE == -1 or STAGE == 4:
+        amount = noise * t * spread
+        _write(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE)
+        if STAGE == -1:
+            _keep(Table, _MEAN, sets, at, mean)
+            _keep(Table, _VAR, sets, at, var)
+            _keep(Table, _RSTD, sets, at, rstd)
+            _keep(Table, _SPREAD, sets, at, spread)
+        if Batches is not None:
+            first = tl.program_id(0) + tl.program_id(1) == 0
+            tl.store(Batches, tl.load(Batches) + 1, mask=first)
+
+
+@triton.jit
+def _estimate(Table, sets, at, m1, m2, m3, m45, var, rstd, low, high, t):
+    """Keep the step of each set, from sums over it, and its gradient; return the step."""
+    count = at.count.to(tl.float32)
+    v = var * rstd * rstd
+    step, by_m1, by_m2, by_m3, by_m45, by_v = _first_step(
+        m1 / count, m2 / count, m3 / count, m45 / count, v, low, high
+    )
+    _keep(Table, _STEP, sets, at, step)
+    _keep(Table, _BY_M1, sets, at, by_m1)
+    _keep(Table, _BY_M2, sets, at, by_m2)
+    _keep(Table, _BY_M3, sets, at, by_m3)
+    _keep(Table, _BY_M45, sets, at, by_m45)
+    _keep(Table, _BY_V, sets, at, by_v)
+    _keep(Table, _T, sets, at, step * 0 + t)
+    return step
+
+
+@triton.jit
+def _follow(Mean, Var, Lambda, Momentum, momentum, at, mean, var, step):
+    """Move the running statistics towards the batch's, its variance unbiased."""
+    count = at.count.to(tl.float32)
+    if Momentum is not None:
+        momentum = 1 / tl.load(Momentum).to(tl.float32)
+    _move(Mean, at, momentum, mean)
+    _move(Var, at, momentum, var * (count / tl.maximum(count - 1, 1.0)))
+    _move(Lambda, at, momentum, 1 + step)
+
+
+@triton.jit
+def _move(Running, at, momentum, value):
+    if Running is not None:
+        old = tl.load(Running + at.sets, mask=at.valid, other=0.0).to(tl.float32)
+        new = old * (1 - momentum) + value * momentum
+        tl.store(Running + at.sets, new.to(Running.dtype.element_ty), mask=at.valid)
+
+
+class _Gradient(NamedTuple):
+    by_m1: Any
+    by_m2: Any
+    by_m3: Any
+    by_m45: Any
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _backward(
+    GradX, X, Grad, Weight, Table, Pulls, Parts, Counters, OfAffine, Seed,
+    alpha, noise, eps,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, entries,
+    STAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Stage 0 sums, 1 writes, -1 is both at once. `OfAffine` receives sums of grad * y and of grad,
+    `entries` each.
+    """
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    count = at.count.to(tl.float32)
+    t = _row(Table, _T, sets, at)
+    mean, rstd = _row(Table, _MEAN, sets, at), _row(Table, _RSTD, sets, at)
+    power = _power(t * alpha * _row(Table, _STEP, sets, at))
+    by_m1, by_m2 = _row(Table, _BY_M1, sets, at), _row(Table, _BY_M2, sets, at)
+    by_m3, by_m45 = _row(Table, _BY_M3, sets, at), _row(Table, _BY_M45, sets, at)
+    gradient = _Gradient(by_m1, by_m2, by_m3, by_m45)
+    if STAGE <= 0:
+        amount = noise * t * _row(Table, _SPREAD, sets, at)
+        to_lmbda, direct, direct_h, moved, moved_h = _pulled(
+            X, Grad, Weight, OfAffine, Seed, at, mean, rstd, power, gradient, amount, entries, TILE
         )
-        for e in range(at.start, at.stop, ROWS):
-            offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
-            grad = _values(Grad, offset, mask)
-            h = tl.where(mask, (_values(X, offset, mask) - mean) * rstd, 0.0)
-            y, log, u, growth = _psi(h, change)
+        if STAGE == 0:
+            _leave(Parts, 0, sets, at, to_lmbda)
+            _leave(Parts, 1, sets, at, direct)
+            _leave(Parts, 2, sets, at, direct_h)
+            _leave(Parts, 3, sets, at, moved)
+            _leave(Parts, 4, sets, at, moved_h)
+            if _is_last(Counters, 4):
+                to_lmbda = _collect(Parts, 0, sets, at)
+                direct, direct_h = _collect(Parts, 1, sets, at), _collect(Parts, 2, sets, at)
+                moved, moved_h = _collect(Parts, 3, sets, at), _collect(Parts, 4, sets, at)
+                by_v = _row(Table, _BY_V, sets, at)
+                pull, offset, tilt = _projection(
+                    to_lmbda, direct, direct_h, moved, moved_h, by_v, t * alpha, eps, rstd, count
+                )
+                _keep(Pulls, _PULL, sets, at, pull)
+                _keep(Pulls, _OFFSET, sets, at, offset)
+                _keep(Pulls, _TILT, sets, at, tilt)
+        else:
+            by_v = _row(Table, _BY_V, sets, at)
+            pull, offset, tilt = _projection(
+                to_lmbda, direct, direct_h, moved, moved_h, by_v, t * alpha, eps, rstd, count
+            )
+    else:
+        pull, offset = _row(Pulls, _PULL, sets, at), _row(Pulls, _OFFSET, sets, at)
+        tilt = _row(Pulls, _TILT, sets, at)
+    if STAGE != 0:
+        _write_gradient(
+            GradX, X, Grad, Weight, at, mean, rstd, power, gradient, pull, offset, tilt, TILE
+        )
+
+
+@triton.jit
+def _projection(to_lmbda, direct, direct_h, moved, moved_h, by_v, t, eps, rstd, count):
+    """Return the factors of `_tendencies`, of 1 and of h in the gradient of x, times 1 / std.
+
+    The step depends on v = var / (var + eps) too, N * d v / d h = 2 * h; what of it the projections
+    leave is 2 * h * (1 - v).
+    """
+    pull = t * to_lmbda / count
+    tilt = (direct_h + pull * moved_h) / count - 2 * pull * by_v * (eps * rstd * rstd)
+    return rstd * pull, rstd * (direct + pull * moved) / count, rstd * tilt
+
+
+@triton.jit
+def _pulled(
+    X, Grad, Weight, OfAffine, Seed, at, mean, rstd, power, gradient, amount, entries,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Return a program's sums of what `eager.pulled_back` takes means of, and leave those of grad *
+    y and grad.
+    """
+    zero = tl.zeros([TILE.rows, TILE.cols], tl.float32)
+    to_lmbda, direct, direct_h, moved, moved_h = zero, zero, zero, zero, zero
+    to_weight, to_bias = zero, zero
+    if Weight is not None and TILE.along == "sets":
+        gamma = _gamma(Weight, at, TILE)
+    lanes = TILE.cols if TILE.narrow else at.lanes
+    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+    for r in range(begin, end, TILE.rows):
+        if TILE.along == "runs":
+            to_weight, to_bias = zero, zero
+        for first in range(0, lanes, TILE.cols):
+            start, offset, mask, parameter = _elements(at, r, first, TILE)
+            grad = _load(Grad, start, offset, mask, TILE)
+            h = (_kept(_load(X, start, offset, mask, TILE), mask, mean, TILE) - mean) * rstd
             g = grad
             if Weight is not None:
-                g *= _values(Weight, parameter, mask)
-            pulled, moved = _pulls(h, log, growth, g, by)
-            moved = tl.where(mask, moved, 0.0)
-            to_lmbda += g * _lmbda_derivative(u, log, growth)
-            direct += pulled
-            direct_h += pulled * h
-            shift += moved
-            shift_h += moved * h
-            if given.seed is not None:
-                y += _normal(offset, given.seed) * amount
-            to_weight += grad * y
-            to_bias += grad
-        sums = _total(to_lmbda), _total(direct), _total(direct_h), _total(shift), _total(shift_h)
-        _leave(Parts, _TO_WEIGHT, at, _total(to_weight))
-        _leave(Parts, _TO_BIAS, at, _total(to_bias))
-        if STAGE == 0:
-            _leave_five(Parts, 0, at, sums)
-    if STAGE == 1:
-        sums = _collect_five(Parts, 0, at)
-    if STAGE != 0:
-        pull = t * (sums[0] / elements)
-        centre = (sums[1] + pull * sums[3]) / elements
-        tilt = (sums[2] + pull * sums[4]) / elements
-        for e in range(at.start, at.stop, ROWS):
-            offset, mask, parameter = _elements(e, at, ROWS, COLUMNS)
-            h = (_values(X, offset, mask) - mean) * rstd
-            _, log, _, growth = _psi(h, change)
-            g = _values(Grad, offset, mask)
+                if TILE.along == "sets":
+                    g = grad * gamma
+                else:
+                    g = grad * tl.load(Weight + parameter, mask=mask, other=0.0).to(tl.float32)
+            y, slope, by_lmbda, tendency = _pulls(h, g, power, gradient)
+            tendency = _kept(tendency, mask, 0.0, TILE)
+            to_lmbda += by_lmbda
+            direct += slope
+            direct_h += slope * h
+            moved += tendency
+            moved_h += tendency * h
+            if OfAffine is not None:
+                if Seed is not None:
+                    y += _normal(start + offset, Seed) * amount
+                to_weight += grad * y
+                to_bias += grad
+        if OfAffine is not None and TILE.along == "runs":
+            run = r + tl.arange(0, TILE.rows)
+            entry = tl.program_id(0) * (at.count // at.width) + run
+            tl.store(OfAffine + entry, tl.sum(to_weight, 1), mask=run < at.stop)
+            tl.store(OfAffine + entries + entry, tl.sum(to_bias, 1), mask=run < at.stop)
+    if OfAffine is not None and TILE.along != "runs":
+        _leave_affine(OfAffine, at, to_weight, TILE)
+        _leave_affine(OfAffine + entries, at, to_bias, TILE)
+    direct, direct_h = _total(direct, TILE), _total(direct_h, TILE)
+    return _total(to_lmbda, TILE), direct, direct_h, _total(moved, TILE), _total(moved_h, TILE)
+
+
+@triton.jit
+def _leave_affine(OfAffine, at, tile, TILE: tl.constexpr):
+    """Leave sums over a program's elements for each gamma: by lane, or by set."""
+    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if TILE.way == "columns":
+        entry = (at.outer * tl.num_programs(1) + tl.program_id(1)) * at.lanes + at.lane
+        tl.store(OfAffine + entry, tl.sum(tile, 0, keep_dims=True), mask=at.held)
+    elif TILE.along == "lanes":
+        entry = program * at.lanes + at.lane
+        tl.store(OfAffine + entry, tl.sum(tile, 0, keep_dims=True), mask=at.held)
+    else:
+        entry = at.sets * tl.num_programs(1) + tl.program_id(1)
+        tl.store(OfAffine + entry, _total(tile, TILE), mask=at.valid)
+
+
+@triton.jit
+def _write_gradient(
+    GradX, X, Grad, Weight, at, mean, rstd, power, gradient, pull, offset_, tilt,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    if Weight is not None and TILE.along == "sets":
+        gamma = _gamma(Weight, at, TILE)
+    lanes = TILE.cols if TILE.narrow else at.lanes
+    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+    for r in range(begin, end, TILE.rows):
+        for first in range(0, lanes, TILE.cols):
+            start, offset, mask, parameter = _elements(at, r, first, TILE)
+            g = _load(Grad, start, offset, mask, TILE)
+            h = (_load(X, start, offset, mask, TILE) - mean) * rstd
             if Weight is not None:
-                g *= _values(Weight, parameter, mask)
-            pulled, moved = _pulls(h, log, growth, g, by)
-            grad_x = rstd * (pulled + pull * moved - centre - h * tilt)
-            tl.store(GradX + offset, grad_x.to(GradX.dtype.element_ty), mask=mask)
+                if TILE.along == "sets":
+                    g = g * gamma
+                else:
+                    g = g * tl.load(Weight + parameter, mask=mask, other=0.0).to(tl.float32)
+            _, slope, _, tendency = _pulls(h, g, power, gradient)
+            grad_x = slope * rstd + pull * tendency - offset_ - h * tilt
+            _store(GradX, start, offset, mask, grad_x, TILE)
 
 
-@triton.jit
-def _pulls(h, log, growth, g, by):
-    """Return g * d psi / d h, and the set's size times d step / d h
-    (`power_transform.step_derivative`).
-    """
-    a = tl.abs(h)
-    inverse = 1 / (1 + a)
-    a_log = a * log
-    grown = log + a_log
-    d = grown - a
-    even = by.by_m45 * (grown * log - 2 * d + log * (a_log + 2 * d)) + by.by_m3 * log
-    moved = (
-        by.by_m1 * inverse + by.by_m2 * (d + a_log) + 2 * by.by_v * h + tl.where(h < 0, -even, even)
-    )
-    return g * ((growth + 1) * inverse), moved
+@triton.jit(do_not_specialize=_NUMBERS)
+def _apply(
+    Out, X, Constants,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    mean, rstd = _row(Constants, 0, sets, at), _row(Constants, 1, sets, at)
+    power = _power(_row(Constants, 2, sets, at))
+    gamma, beta = _row(Constants, 3, sets, at), _row(Constants, 4, sets, at)
+    lanes = TILE.cols if TILE.narrow else at.lanes
+    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+    for r in range(begin, end, TILE.rows):
+        for first in range(0, lanes, TILE.cols):
+            start, offset, mask, _ = _elements(at, r, first, TILE)
+            y = _psi((_load(X, start, offset, mask, TILE) - mean) * rstd, power)[0]
+            _store(Out, start, offset, mask, y * gamma + beta, TILE)
 
 
-@triton.jit
-def _lmbda_derivative(u, log, growth):
-    """`power_transform.lmbda_derivative`, with a shorter series on a smaller radius."""
-    small = tl.abs(u) < 0.3
-    w = tl.where(small, 1.0, u)
-    return (
-        log * log * tl.where(small, _polynomial(u, _SERIES), ((growth + 1) * w - growth) / (w * w))
-    )
+# From Python
 
 
-@triton.jit
-def _affine_gradients(
-    Parts, X, Grad, Stats, given, numbering, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Sum grad * y and grad over what one affine parameter multiplies, where that is not one
-    normalized set. An element's set is (offset // set_outer) * set_count + offset // set_inner %
-    set_count, of `normalized` many.
-    """
-    at = _sets(where, COLUMNS)
-    set_outer, set_inner, set_count, normalized = numbering
-    to_weight, to_bias = (
-        tl.zeros([ROWS, COLUMNS], tl.float32),
-        tl.zeros([ROWS, COLUMNS], tl.float32),
-    )
-    for e in range(at.start, at.stop, ROWS):
-        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
-        of = (offset // set_outer) * set_count + offset // set_inner % set_count
-        grad = _values(Grad, offset, mask)
-        mean, rstd = _values(Stats, of, mask), _values(Stats + _RSTD * normalized, of, mask)
-        h = (_values(X, offset, mask) - mean) * rstd
-        y, _, _, _ = _psi(h, tl.load(given.t) * _values(Stats + _STEP * normalized, of, mask))
-        if given.seed is not None:
-            y += _normal(offset, given.seed) * (
-                tl.load(given.factor) * _values(Stats + _SPREAD * normalized, of, mask)
-            )
-        to_weight += grad * y
-        to_bias += grad
-    _leave(Parts, 0, at, _total(to_weight))
-    _leave(Parts, 1, at, _total(to_bias))
+def takes(x: Tensor, layout: Layout) -> bool:
+    """Whether the kernels can go about a tensor."""
+    return _plan(x, layout) is not None
 
 
-@triton.jit
-def _apply(Out, X, Constants, where, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    at = _sets(where, COLUMNS)
-    mean, rstd = _statistic(Constants, 0, at), _statistic(Constants, 1, at)
-    change = _statistic(Constants, 2, at)
-    gamma, beta = _statistic(Constants, 3, at), _statistic(Constants, 4, at)
-    for e in range(at.start, at.stop, ROWS):
-        offset, mask, _ = _elements(e, at, ROWS, COLUMNS)
-        y, _, _, _ = _psi((_values(X, offset, mask) - mean) * rstd, change)
-        tl.store(Out + offset, (y * gamma + beta).to(Out.dtype.element_ty), mask=mask)
+def _plan(x: Tensor, layout: Layout) -> Plan | None:
+    return plan_of(layout.shape, layout.dims, layout.affine, processors(x.device))
 
 
-class _Launch:
-    """How the sets of a tensor are shared out to programs."""
-
-    def __init__(self, x: Tensor, geometry: Geometry) -> None:
-        outer, inner, runs, lane = geometry.outer, geometry.inner, geometry.runs, geometry.lane
-        elements = runs.size * (1 if geometry.columns else lane.size)
-        tasks = outer.size * inner.size
-        self.columns = _COLUMNS if geometry.columns else 1
-        self.rows = min(triton.next_power_of_2(elements), _TILE // self.columns)
-        most = triton.cdiv(elements, _ROUNDS * self.rows)
-        share = triton.cdiv(elements, min(most, triton.cdiv(_programs(x.device), tasks)))
-        self.splits = triton.cdiv(elements, share)
-        self.grid = (tasks, self.splits)
-        strides = outer.stride, inner.size, inner.stride, runs.stride, lane.size
-        self.where = _Where(
-            *strides, inner.affine, runs.affine, lane.affine, geometry.sets, elements, share
-        )
-
-    def run(self, kernel: Any, *arguments: Any) -> None:
-        kernel[self.grid](*arguments, self.where, self.rows, self.columns)
-
-    def parts(self, fields: int, x: Tensor) -> Tensor:
-        """Room for `fields` partial sums of each set."""
-        return torch.empty(
-            fields, self.splits, self.where.sets, dtype=torch.float32, device=x.device
-        )
-
-
-def _programs(device: torch.device) -> int:
+@cache
+def processors(device: torch.device) -> int:
+    """Return how many programs at least keep a device busy."""
     if device.type != "cuda":
         return 1
-    return _PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-READS_STRENGTH = False
+def launch_options(kernel: Any, plan: Plan) -> dict[str, int]:
+    """Return what a kernel is compiled with; sums of the backward pass take twice the registers."""
+    return {"num_warps": min(8, 2 * plan.warps) if kernel is _backward else plan.warps}
+
+
+def launch(kernel: Any, plan: Plan, *arguments: Any) -> None:
+    """Launch a kernel; tests replace this."""
+    kernel[plan.grid](*arguments, plan.tile, **launch_options(kernel, plan))
+
+
+def launch_on(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+    """Launch a kernel that goes over no tensor of elements."""
+    kernel[grid](*arguments)
+
+
+def _room(x: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _counters(table: Tensor, plan: Plan) -> Tensor:
+    """Return the room behind a table in which programs count themselves, a row a stage."""
+    return table[_FIELDS * plan.sets :].view(torch.int32)
+
+
+def _in_memory(parameter: Tensor | None, options: KernelOptions) -> Tensor | None:
+    """Return gamma or beta in the order of memory of what they multiply."""
+    if parameter is None:
+        return None
+    return options.layout.view(parameter, options.layout.affine)
 
 
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
-    """See `eager.forward`."""
-    layout = options.layout
-    geometry = geometry_of(layout.shape, layout.dims, layout.affine, _COLUMNS)
-    if geometry is None:
-        return eager.forward(out, x, weight, bias, options)
-    out, x = layout.view(out), layout.view(x)
-    weight, bias = (None if p is None else layout.view(p, layout.affine) for p in (weight, bias))
-    launch, given = (
-        _Launch(x, geometry),
-        _Options(options.t, options.eps, options.factor, options.seed),
-    )
-    kept = (1 if d in layout.dims else n for d, n in enumerate(x.shape))
-    stats = torch.empty((FIELDS, *kept), dtype=torch.float32, device=x.device)
-    pointers = out, x, weight, bias, stats, launch.parts(_FORWARD_PARTS, x)
-    stages = range(5) if options.seed is not None else (0, 1, 4)
-    for stage in stages if launch.splits > 1 else (_ALL,):
-        launch.run(_forward, *pointers, given, stage)
-    return stats
+    """Fill `out`, and move the running statistics; return a table of `_FIELDS` numbers a set,
+    and behind it, room for counters.
+    """
+    how = _plan(x, options.layout)
+    assert how is not None
+    shared = how.splits > 1
+    table = torch.empty(_FIELDS * how.sets, dtype=torch.float32, device=x.device)
+    parts = counters = None
+    if shared:
+        size = _FIELDS * how.sets + _COUNTERS * how.tasks
+        table = torch.zeros(size, dtype=torch.float32, device=x.device)
+        parts = _room(x, 4, how.splits, how.sets)
+        counters = _counters(table, how)
+    tensors = out, x, _in_memory(weight, options), _in_memory(bias, options), table
+    running, momentum = _running(options.running)
+    strength = options.strength
+    factors = strength.unit, options.alpha, options.noise, options.eps, momentum
+    arguments = *tensors, parts, counters, strength.source, options.seed, *running, *factors
+    stages: tuple[int, ...] = (_ALL,)
+    if shared:
+        stages = (0, 1, 4) if options.seed is None else (0, 1, 2, 3, 4)
+    for stage in stages:
+        launch(_forward, how, *arguments, *how.numbers, stage)
+    return table
+
+
+def _running(running: Running | None) -> tuple[list[Tensor | None], float]:
+    """Return the running mean, variance and lambda, what counts batches, what the momentum is one
+    over, and the momentum.
+    """
+    if running is None:
+        return [None] * 5, 0.0
+    batches, momentum = running.tracked, running.momentum
+    average = None
+    if batches is not None and momentum is None:
+        average = batches.add_(1)
+        batches = None
+    return [running.mean, running.var, running.lmbda, batches, average], momentum or 0.0
 
 
 def backward(
@@ -687,55 +1001,38 @@ def backward(
     x: Tensor,
     grad: Tensor,
     weight: Tensor | None,
-    stats: Tensor,
+    table: Tensor,
     options: KernelOptions,
 ) -> Tensor:
-    """See `eager.backward`."""
+    """See `eager.backward`; `table` is `forward`'s."""
+    how = _plan(x, options.layout)
+    assert how is not None
     layout = options.layout
-    affine, dims = layout.affine, layout.dims
-    geometry = geometry_of(layout.shape, dims, affine, _COLUMNS)
-    if geometry is None:
-        return eager.backward(grad_x, x, grad, weight, stats, options)
-    grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
-    weight = None if weight is None else layout.view(weight, affine)
-    launch, given = (
-        _Launch(x, geometry),
-        _Options(options.t, options.eps, options.factor, options.seed),
-    )
-    parts = launch.parts(_BACKWARD_PARTS, x)
-    for stage in (0, 1) if launch.splits > 1 else (_ALL,):
-        launch.run(_backward, grad_x, x, grad, weight, stats, parts, given, stage)
-    # one parameter a set, or several sets
-    if all(affine[d] == 1 for d in dims):
-        sums = parts[_TO_WEIGHT.value :].sum(1).view(2, *stats.shape[1:])
-        return sums.sum_to_size(2, *affine)
-
-    # Another pass over the sets of elements that share a parameter
-    runs = [(n == 1, size) for n, size in zip(affine, x.shape, strict=True)]
-    merged = [
-        (summed, math.prod(n for _, n in run)) for summed, run in groupby(runs, key=itemgetter(0))
-    ]
-    shape, summed = (
-        tuple(n for _, n in merged),
-        tuple(d for d, (over, _) in enumerate(merged) if over),
-    )
-    of_parameters = geometry_of(shape, summed, (1,) * len(shape), _COLUMNS)
-    if of_parameters is None:
-        raise AssertionError(
-            f"no layer has affine parameters of shape {affine} on sets over {dims}"
-        )
-    launch = _Launch(x, of_parameters)
-    shares = launch.parts(2, x)
-    outer, inner = geometry.outer, geometry.lane if geometry.columns else geometry.inner
-    numbering = outer.stride or x.numel(), inner.stride or x.numel(), inner.size, geometry.sets
-    launch.run(_affine_gradients, shares, x, grad, stats, given, numbering)
-    return shares.sum(1).view(2, *affine)
+    shared = how.splits > 1
+    parts = pulls = counters = None
+    if shared:
+        parts = _room(x, 5, how.splits, how.sets)
+        pulls = _room(x, 3, how.sets)
+        counters = _counters(table, how)
+    of_affine = _room(x, 2, *how.gradients)
+    tensors = grad_x, x, layout.view(grad), _in_memory(weight, options), table, pulls, parts
+    factors = options.alpha, options.noise, options.eps
+    arguments = *tensors, counters, of_affine, options.seed, *factors
+    entries = of_affine.numel() // 2
+    for stage in (0, 1) if shared else (_ALL,):
+        launch(_backward, how, *arguments, *how.numbers, entries, stage)
+    sums = of_affine.sum(how.summed)
+    # Of a parameter that several sets have: all of them
+    if sums.numel() != 2 * prod(layout.affine):
+        sums = sums.view(2, -1).sum(1)
+    return sums.view(2, *layout.affine)
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
-    geometry = geometry_of(tuple(x.shape), dims, tuple(constants.shape[1:]), _COLUMNS)
-    if geometry is None:
+    affine = tuple(constants.shape[1:])
+    how = plan_of(tuple(x.shape), dims, affine, processors(x.device))
+    if how is None:
         eager.apply(out, x, dims, constants)
     else:
-        _Launch(x, geometry).run(_apply, out, x, constants)
+        launch(_apply, how, out, x, constants, *how.numbers)

@@ -11,78 +11,122 @@ import torch
 import triton
 from triton import language as tl
 
-from retrofit.layers import kernels
-from retrofit.layers.kernels import self_test
+from retrofit.layers import BatchNormalNorm2d, kernels
+from retrofit.layers.kernels import plan, self_test
 from retrofit.layers.kernels.self_test import Case
 from tests.layers.kernels import test_agree
 
 ours, CPU = kernels._module("triton"), torch.device("cpu")
 
-TINY = (  # with tiles of 4 elements, 3 programs share a channel
-    Case("stretches", (1, 2, 11), (0, 2), (1, 2, 1)),
-    Case("columns", (9, 5), (0,), (1, 5)),
-    Case("tokens", (2, 9), (1,), (1, 9)),
+TINY = (
+    Case("stretches that programs share", (2, 2, 19), (0, 2), (1, 2, 1)),
+    Case("columns that programs share", (25, 5), (0,), (1, 5)),
+    Case("columns", (1, 5, 4), (1,), (1, 5, 1)),
+    Case("merged columns", (1, 5, 2, 2), (1, 3), (1, 1, 2, 2)),
+    Case("tokens", (3, 9), (1,), (1, 9)),
+    Case("rows", (2, 2, 9), (2,), (1, 2, 1)),
     Case("groups", (1, 2, 3, 4), (2, 3), (1, 2, 3, 1)),
+    Case("groups, lanes", (1, 9, 2, 6), (1, 3), (1, 1, 2, 6)),
+    Case("full tiles", (16, 4), (0,), (1, 4)),
 )
+FIRST = TINY[1:2]
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in {
-        "_programs": lambda device: 6,
-        "_COLUMNS": 4,
-        "_TILE": 4,
-        "_ROUNDS": 1,
-    }.items():
-        monkeypatch.setattr(ours, name, value)
-    monkeypatch.setattr(self_test, "CASES", TINY)
+    for name, value in {"TILE": 8, "COLUMNS": 4, "ROUNDS": 1, "LARGEST": 16}.items():
+        monkeypatch.setattr(plan, name, value)
+    plan.plan_of.cache_clear()
+    monkeypatch.setattr(ours, "processors", lambda device: 3)
+    monkeypatch.setattr(self_test, "CASES", FIRST)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # as on a machine where nothing was tested
 
 
-@triton.jit
-def collect(Parts, row, at):
-    total = ours._part(Parts, row, 0, at)
-    for s in range(1, tl.num_programs(1) - 1):
-        total += ours._part(Parts, row, s, at)
-    return total
+def test_the_cases_are_of_every_way() -> None:
+    plans = [plan.plan_of(*case[1:4], 3) for case in TINY]
+    assert {(each.tile.way, each.tile.along) for each in plans} == {
+        *(("stretches", along) for along in ("sets", "runs", "lanes")),
+        *(("rows", along) for along in ("sets", "lanes")),
+        *(("columns", along) for along in ("sets", "runs")),
+    }
+    assert {each.splits > 1 for each in plans} == {True, False}
+    assert {each.tile.merge for each in plans} == {1, 2}
+    assert [each.tile.even for each in plans].count(True) == 1
 
 
 @triton.jit
-def elements(e, at, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    offset, mask, parameter = intact(e, at, ROWS, COLUMNS)
-    return offset, mask & (e + 1 + tl.arange(0, ROWS)[:, None] < at.stop), parameter
+def collect(Parts, K: tl.constexpr, sets, at):  # but for the first program's
+    part, _ = ours._parts(Parts, K, 1, sets, at)
+    return tl.sum(part, 0, keep_dims=True)
+
+
+@triton.jit
+def elements(at, r, first, TILE: tl.constexpr):
+    start, offset, mask, parameter = intact(at, r, first, TILE)
+    run = r + tl.arange(0, TILE.rows)[:, None]
+    return start, offset, mask & (run + 1 < at.stop), parameter
 
 
 intact = ours._elements
 
 
 @pytest.mark.parametrize(
-    ("name", "broken", "dtype", "message"),
+    ("name", "broken", "message"),
     [
-        ("_elements", intact, torch.float32, "^None$"),
-        ("_elements", intact, torch.bfloat16, "^None$"),
-        (
-            "_collect",
-            collect,
-            torch.float32,
-            r"triton kernels for float32 on .* fail .* is .* of its scale off",
-        ),
-        (
-            "_elements",
-            elements,
-            torch.float32,
-            r"fail their self-test .* the output is .* of its scale off",
-        ),
+        ("_collect", collect, r"triton kernels for float32 on .* fail .* is .* of its scale off"),
+        ("_elements", elements, r"fail their self-test .* the output is .* of its scale off"),
     ],
-    ids=["right", "right in half", "programs that share a set", "the end of a set"],
+    ids=["programs that share a set", "the end of a set"],
 )
-def test_interpreted(
-    name: str, broken: Any, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_broken_is_found(
+    name: str, broken: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ours, name, broken)
-    assert re.search(message, str(self_test.fault(ours, CPU, dtype)))
+    assert re.search(message, str(self_test.fault(ours, CPU, torch.float32)))
+
+
+@pytest.mark.parametrize("case", TINY, ids=[case.name for case in TINY])
+def test_interpreted(case: Case) -> None:
+    assert self_test.compare(ours, case, CPU, torch.float32) is None
+
+
+def test_maps() -> None:
+    assert self_test.compare_maps(CPU, torch.float32, (2, 4, 3, 5)) is None
+
+
+def test_interpreted_in_half() -> None:
+    assert self_test.compare(ours, TINY[0], CPU, torch.bfloat16) is None
 
 
 def test_interpreted_at_given_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     test_agree.test_given_lambda_at_and_beside_its_singular_points(2.0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_those_of_the_formulas(
+    momentum: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(9, 3, 2, 1).exp()
+    states = []
+    for name in ("eager", "triton"):
+        monkeypatch.setenv(kernels.VARIABLE, name)
+        layer = BatchNormalNorm2d(3, momentum=momentum, noise=0.0, strength=0.5)
+        layer(x)
+        layer(x.square())
+        states.append(layer.state_dict())
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
+
+
+def test_strength_zero_is_the_identity_on_what_is_standardized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(9, 3, 2, 1)
+    results = []
+    for module in (torch.nn.BatchNorm2d(3), BatchNormalNorm2d(3, noise=0.4, strength=0.0)):
+        monkeypatch.setenv(kernels.VARIABLE, "triton")
+        leaf = x.clone().requires_grad_()
+        out = module(leaf)
+        out.backward(x.square())
+        results.append((out.detach(), leaf.grad))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)

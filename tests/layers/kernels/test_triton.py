@@ -4,6 +4,7 @@ machine code.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -20,9 +21,11 @@ from triton.backends.compiler import GPUTarget
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels import eager, self_test
-from retrofit.layers.kernels.layout import geometry_of
+from retrofit.layers.kernels.plan import plan_of
 from tests.pretend_device import DEVICE, pretended
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sass = importlib.import_module("sass")
 ours = kernels._module("triton")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -108,15 +111,12 @@ def test_nothing_meets_a_tensor_of_another_device() -> None:
         assert self_test.compare(Recorder(), self_test.CASES[0], DEVICE, torch.bfloat16) is None
 
 
-def test_programs_share_the_sets_of_the_cases_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "_programs", lambda device: 4 * 40)  # of a T4, which has few
+def test_programs_share_the_sets_of_the_cases_that_say_so() -> None:
     for case in ALL_CASES:
-        geometry = geometry_of(case.shape, case.dims, case.affine, ours._COLUMNS)
-        assert geometry is not None
-        launch = ours._Launch(torch.empty(case.shape, device="meta"), geometry)
-        assert (launch.splits > 1) == ("share" in case.name)
-        assert launch.where.elements > launch.rows  # a whole tile, and another
-        assert launch.rows * launch.columns == ours._TILE
+        # Of a T4, which has few processors
+        each = plan_of(case.shape, case.dims, case.affine, 40)
+        assert each is not None
+        assert (each.splits > 1) == ("share" in case.name)
 
 
 def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,20 +124,18 @@ def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPat
     backend = triton.compiler.make_backend(GPUTarget("cuda", 90, 32))
     taken: dict[str, set[Any]] = {}
 
-    def run(launch: Any, kernel: Any, *arguments: Any) -> None:
+    def launch(kernel: Any, plan: Any, *arguments: Any) -> None:
         bind = triton.runtime.jit.create_function_from_signature(
             kernel.signature, kernel.params, backend
         )
-        _, kinds, _ = bind(*arguments, launch.where, launch.rows, launch.columns)
-        taken.setdefault(kernel.__name__, set()).update(
-            field for (kind, _) in kinds for field in (kind if isinstance(kind, tuple) else (kind,))
-        )
+        _, kinds, _ = bind(*arguments, plan.tile, num_warps=plan.warps)
+        taken.setdefault(kernel.__name__, set()).update(kind for kind, _ in kinds)
 
-    monkeypatch.setattr(ours._Launch, "run", run)
-    monkeypatch.setattr(ours, "_programs", lambda device: 160)
+    monkeypatch.setattr(ours, "launch", launch)
+    monkeypatch.setattr(ours, "processors", lambda device: 40)
     for case in ALL_CASES:
         self_test._results(ours, case, CPU, torch.bfloat16)
-    assert taken.keys() == {"_forward", "_backward", "_affine_gradients", "_apply"}
+    assert taken.keys() == {"_forward", "_backward", "_apply"}
     for name, kinds in taken.items():
         assert {"*bf16", "*fp32", "i32", "constexpr"} <= kinds, name
 
@@ -176,79 +174,34 @@ def test_in_the_interpreter() -> None:
         [*command, file], check=False, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "5 passed" in done.stdout
+    assert "18 passed" in done.stdout
 
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, H100, B200
-# Registers that a thread may have on all of these; bytes of stack, to which registers are spilled;
-# bytes of the 48 KiB that every GPU gives a program without asking.
-MOST = {"REG": 255, "STACK": 64, "SHARED": 16 * 1024}
-
-
-def built(kernel: Any, capability: int, columns: int, dtype: str, **constants: Any) -> Any:
-    """Compile a kernel for a GPU that is not here."""
-    constants |= {"ROWS": ours._TILE // columns, "COLUMNS": columns}
-    kinds = {"seed": "*i32", "eps": "fp32", "numbering": ("i64",) * 4}
-    kinds |= dict.fromkeys(("X", "Out", "Grad", "GradX"), dtype)
-    kinds |= dict.fromkeys(ours._Where._fields, "i64") | dict.fromkeys(constants, "constexpr")
-    signature, constexprs = {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        fields = {"given": ours._Options, "where": ours._Where}.get(name)
-        names = fields._fields if fields else (name,)
-        found = [kinds.get(each, "*fp32") for each in names]
-        signature[name] = fields(*found) if fields else found[0]
-        paths = [(place, k) if fields else (place,) for k in range(len(names))]
-        constexprs |= {
-            path: constants[each]
-            for path, each in zip(paths, names, strict=True)
-            if each in constants
-        }
-    source = triton.compiler.ASTSource(kernel, signature, constexprs=constexprs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
-
-
-def resources(kernel: Any, folder: Path) -> dict[str, int]:
-    """Return registers and bytes of stack (what is spilled) a thread, and shared bytes a program,
-    of machine code.
-    """
-    code = folder / "kernel.cubin"
-    code.write_bytes(kernel.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(code)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {name: int(amount) for name, amount in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
-    return {
-        **found,
-        "SHARED": found["SHARED"] + kernel.metadata.shared,
-    }  # what it has of its own, and asks for
+# Registers that a thread may have, and bytes of stack, to which they are spilled; bytes of the 48
+# KiB that every GPU gives a program without asking
+MOST = {"REG": 255, "STACK": 0, "SHARED": 16 * 1024}
+LAYERS = {
+    "channels_last": ((6272, 256), (0,), (1, 256)),
+    "contiguous": ((128, 64, 784), (0, 2), (1, 64, 1)),
+    "tokens": ((1024, 384), (1,), (1, 384)),
+    "groups": ((128, 392, 32, 8), (1, 3), (1, 1, 32, 8)),
+    "contiguous groups": ((128, 32, 8, 784), (2, 3), (1, 32, 8, 1)),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
-@pytest.mark.parametrize(("columns", "dtype"), [(1, "*bf16"), (16, "*fp32")])
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_fit_gpus_that_are_not_here(
-    capability: int, columns: int, dtype: str, tmp_path: Path
-) -> None:
+def test_kernels_fit_gpus_that_are_not_here(capability: int) -> None:
     """The largest kernels for every GPU, all of them for one."""
-    variants = [(ours._forward, {"STAGE": -1}), (ours._backward, {"STAGE": -1})]
-    if capability == 90:
-        quiet = dict.fromkeys(("Weight", "Bias", "factor", "seed"))
-        variants += [(ours._forward, {"STAGE": stage}) for stage in range(5)]
-        variants += [(ours._backward, {"STAGE": stage}) for stage in range(2)]
-        variants += [
-            (ours._forward, {"STAGE": -1, **quiet}),
-            (ours._affine_gradients, {}),
-            (ours._apply, {}),
-        ]
-        ones = dict.fromkeys(
-            ("inner", "length", "sets", "elements", "share"), 1
-        )  # which Triton takes for constants
-        variants += [(ours._forward, {"STAGE": stage, **ones}) for stage in (-1, 4)]
-        variants += [(ours._backward, {"STAGE": -1, **ones}), (ours._apply, ones)]
-    for kernel, constants in variants:
-        used = resources(built(kernel, capability, columns, dtype, **constants), tmp_path)
-        assert all(used[name] <= most for name, most in MOST.items()), (
-            kernel.__name__,
-            constants,
-            used,
-        )
+    layers = LAYERS if capability == 90 else {"channels_last": LAYERS["channels_last"]}
+    for name, layer in layers.items():
+        for kernel, stage in sass.launches(*layer, everything=capability == 90):
+            built = sass.built(kernel, stage, layer, "bf16", capability)
+            assert all(built.resources[key] <= most for key, most in MOST.items()), (
+                name,
+                kernel.__name__,
+                stage,
+                built.resources,
+            )

@@ -1,0 +1,183 @@
+"""Instructions an element of the Triton kernels, compiled for GPUs that are not here.
+
+    python benchmarks/sass.py [capability ...]
+
+It needs triton, no GPU. A line is a launch: instructions an element in its loops over elements,
+registers, bytes of stack (spilled registers), the widths of its accesses, and calls of subroutines
+in a loop (a 64-bit division is one of 60 to 100 instructions). An H100 issues 132 x 128 x 1.8e9 =
+3e13 instructions a second: 100 instructions an element take 3.3 ps, the time in which 4 TB/s move
+13 bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from retrofit.layers.kernels import triton as ours
+from retrofit.layers.kernels.plan import plan_of
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Of an H100; batch normalization then shares its sets
+PROCESSORS = 132
+# Shapes in the order of memory, dimensions of sets, shapes of gamma
+LAYERS = {
+    "bnn, channels_last": ((128 * 3136, 256), (0,), (1, 256)),
+    "bnn, contiguous": ((128, 64, 3136), (0, 2), (1, 64, 1)),
+    "lnn": ((128 * 197, 384), (1,), (1, 384)),
+    "gnn, channels_last": ((128, 3136, 32, 8), (1, 3), (1, 1, 32, 8)),
+    "gnn, contiguous": ((128, 32, 8, 3136), (2, 3), (1, 32, 8, 1)),
+}
+_ELEMENTS = ("Out", "X", "Grad", "GradX")
+_TYPES = {
+    **dict.fromkeys((*ours._NUMBERS, "entries"), "i32"),
+    **dict.fromkeys(("unit", "alpha", "noise", "eps", "momentum"), "fp32"),
+    **dict.fromkeys(("Code", "Batches", "Momentum"), "*i64"),
+    **dict.fromkeys(("Counters", "Seed"), "*i32"),
+}
+_NOISE = ("Seed",)
+
+
+class Built(NamedTuple):
+    """A launch's machine code: of each loop over elements, its operations an element."""
+
+    loops: list[collections.Counter[str]]
+    elements: int
+    resources: dict[str, int]
+
+    @property
+    def instructions(self) -> float:
+        """Instructions an element."""
+        return sum(loop.total() for loop in self.loops) / self.elements
+
+    def count(self, operation: str) -> int:
+        """Return how many operations of the loops begin so."""
+        return sum(
+            n for loop in self.loops for name, n in loop.items() if name.startswith(operation)
+        )
+
+
+def launches(
+    shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], everything: bool = True
+) -> Iterator[tuple[Any, int]]:
+    """Yield kernels and stages of a layer; without `everything`, the two with most registers."""
+    plan = plan_of(shape, dims, affine, PROCESSORS)
+    assert plan is not None
+    if plan.splits == 1:
+        yield from ((ours._forward, -1), (ours._backward, -1))
+    elif everything:
+        yield from ((ours._forward, stage) for stage in (0, 1, 4))
+        yield from ((ours._backward, stage) for stage in (0, 1))
+    else:
+        yield from ((ours._forward, 1), (ours._backward, 0))
+
+
+def built(
+    kernel: Any,
+    stage: int,
+    layer: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    dtype: str = "bf16",
+    capability: int = 90,
+    absent: tuple[str, ...] = _NOISE,
+) -> Built:
+    """Compile a launch as a real one is: the same tile, warps and divisibility."""
+    plan = plan_of(*layer, PROCESSORS)
+    assert plan is not None
+    constants = {"STAGE": stage, "TILE": plan.tile} | dict.fromkeys((*absent, "Momentum"))
+    types = _TYPES | dict.fromkeys(_ELEMENTS, f"*{dtype}")
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names
+    }
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*")]
+    source = triton.compiler.ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): v for name, v in constants.items() if name in names},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    options = ours.launch_options(kernel, plan)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    elements = plan.tile.rows * plan.tile.cols // (32 * options["num_warps"])
+    return _read(compiled, elements, plan.tile.single)
+
+
+def _read(compiled: Any, elements: int, straight: bool) -> Built:
+    """Disassemble; a kernel whose sets fit a tile has no loop, and counts as one."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = _tool("nvdisasm", "-c", file.name)
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+    used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
+    used["SHARED"] += compiled.metadata.shared
+    code, spans = _loops(text)
+    bodies = [code] if straight else [code[start:end] for start, end in spans]
+    counted = [collections.Counter(body) for body in bodies]
+    return Built([loop for loop in counted if _over_elements(loop)], elements, used)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    command = [TOOLS / name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _loops(text: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Return the operations of machine code, and where its innermost loops lie in it."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    jumps: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x?_?\w+):", line):
+            labels[label[1]] = len(code)
+        elif operation := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z0-9_.]+)", line):
+            target = re.search(r"(\.L_x?_?\w+)", line)
+            if operation[1].startswith("BRA") and target:
+                jumps.append((len(code), target[1]))
+            code.append(operation[1])
+    spans = [(labels[to], at + 1) for at, to in jumps if labels.get(to, at + 1) <= at]
+    inner = [
+        (start, end)
+        for start, end in spans
+        if not any((a, b) != (start, end) and start <= a and b <= end for a, b in spans)
+    ]
+    return code, inner
+
+
+def _over_elements(loop: collections.Counter[str]) -> bool:
+    """Whether a loop goes over elements; others add up parts, number by number and past L1."""
+    loads = [name for name in loop if name.startswith("LDG")]
+    return bool(loads) and not any("STRONG" in name for name in loads)
+
+
+def main() -> None:
+    for capability in map(int, sys.argv[1:] or (80, 90, 100)):
+        for name, layer in LAYERS.items():
+            for dtype in ("bf16", "fp32"):
+                total = 0.0
+                for kernel, stage in launches(*layer):
+                    code = built(kernel, stage, layer, dtype, capability)
+                    total += code.instructions
+                    widths = sorted(
+                        {op for loop in code.loops for op in loop if op[:3] in ("LDG", "STG")}
+                    )
+                    print(
+                        f"sm_{capability} {name} {dtype} {kernel.__name__}[{stage}]: "
+                        f"{code.instructions:.1f} an element, registers {code.resources['REG']}, "
+                        f"stack {code.resources['STACK']}, calls {code.count('CALL')}, {widths}",
+                        flush=True,
+                    )
+                print(f"sm_{capability} {name} {dtype}: {total:.0f} an element in all", flush=True)
+
+
+if __name__ == "__main__":
+    main()
