@@ -180,14 +180,9 @@ def test_in_the_interpreter() -> None:
 CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, H100, B200
 # Registers that a thread may have, and bytes of stack, to which they are spilled; bytes of the 48
 # KiB that every GPU gives a program without asking
-MOST = {"REG": 255, "STACK": 0, "SHARED": 16 * 1024}
-LAYERS = {
-    "channels_last": ((6272, 256), (0,), (1, 256)),
-    "contiguous": ((128, 64, 784), (0, 2), (1, 64, 1)),
-    "tokens": ((1024, 384), (1,), (1, 384)),
-    "groups": ((128, 392, 32, 8), (1, 3), (1, 1, 32, 8)),
-    "contiguous groups": ((128, 32, 8, 784), (2, 3), (1, 32, 8, 1)),
-}
+MOST = {"REG": 160, "STACK": 0, "SHARED": 16 * 1024}
+# Instructions an element, forward and backward
+INSTRUCTIONS = {"bnn, channels_last": 170, "bnn, contiguous": 180}
 
 
 @pytest.mark.slow
@@ -195,13 +190,31 @@ LAYERS = {
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_fit_gpus_that_are_not_here(capability: int) -> None:
     """The largest kernels for every GPU, all of them for one."""
-    layers = LAYERS if capability == 90 else {"channels_last": LAYERS["channels_last"]}
-    for name, layer in layers.items():
-        for kernel, stage in sass.launches(*layer, everything=capability == 90):
-            built = sass.built(kernel, stage, layer, "bf16", capability)
-            assert all(built.resources[key] <= most for key, most in MOST.items()), (
+    everything = capability == 90
+    for name, layer in sass.LAYERS.items() if everything else [("bnn", _CHANNELS_LAST)]:
+        for kernel, stage in sass.launches(*layer, everything):
+            code = sass.built(kernel, stage, layer, "bf16", capability)
+            assert all(code.resources[key] <= most for key, most in MOST.items()), (
                 name,
                 kernel.__name__,
                 stage,
-                built.resources,
+                code.resources,
             )
+
+
+_CHANNELS_LAST = sass.LAYERS["bnn, channels_last"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_instructions_and_the_width_of_accesses(name: str, dtype: str) -> None:
+    layer = sass.LAYERS[name]
+    launches = [sass.built(*launch, layer, dtype) for launch in sass.launches(*layer)]
+    assert sum(launch.instructions for launch in launches) <= INSTRUCTIONS[name]
+    for launch in launches:
+        accesses = {op for loop in launch.loops for op in loop if op[:3] in ("LDG", "STG")}
+        assert all("64" in access or "128" in access for access in accesses)
+        assert launch.count("CALL") == 0
+        assert launch.resources["REG"] <= 128
