@@ -124,9 +124,7 @@ class Normalization(NamedTuple):
         shapes = [None if view is None else view.shape for view in affine]
         return layout_of(values.shape, values.stride(), dim, *shapes)
 
-    def options(
-        self, layout: Layout | None, strength: Strength, seed: Tensor | None
-    ) -> KernelOptions:
+    def options(self, layout: Layout, strength: Strength, seed: Tensor | None) -> KernelOptions:
         """Return what kernels take beside tensors."""
         own = self.eps, self.alpha, self.noise, seed, self.group, self.running
         return KernelOptions(layout, strength, *own)
@@ -239,23 +237,24 @@ class _NormalityNorm(torch.autograd.Function):
             module = kernels.choose(x, spec.group)
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
-        layout = None
+        layout: Any = None
         if module is not None:
             layout = spec.layout(values, dim, views)
             module = module if module.takes(values, layout) else eager
         reads = module is not None and module.READS_STRENGTH
         if not reads:
             strength = Strength(strength.value(compute_dtype(x)))
-        options = spec.options(layout, strength, seed)
         ctx.spec, ctx.module, ctx.strength, ctx.layout = spec, module, strength, layout
         if module is None:
-            noise = _noise(values, options)
+            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
+            noise = _noise(values, factor, seed)
             gamma, beta = views
             over = Reductions(dim, spec.group)
-            out, stats = eager.normalized(values, gamma, beta, options.t, spec.eps, noise, over)
+            out, stats = eager.normalized(values, gamma, beta, t, spec.eps, noise, over)
             out = out.reshape(x.shape)
         else:
             out = torch.empty_like(x)
+            options = spec.options(layout, strength, seed)
             stats = module.forward(spec.sets(out)[0], values, *views, options)
         ctx.save_for_backward(x, weight, bias, None if reads else strength.source, seed, stats)
         if reads and spec.running is not None:
@@ -272,16 +271,17 @@ class _NormalityNorm(torch.autograd.Function):
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
         grad = spec.sets(grads[0])[0]
-        options = spec.options(ctx.layout, strength, seed)
         if ctx.module is None:
-            noise = _noise(values, options)
+            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
+            noise = _noise(values, factor, seed)
             over = Reductions(dim, spec.group)
-            grad_x, y = eager.pulled_back(grad, values, views[0], options.t, stats, noise, over)
+            grad_x, y = eager.pulled_back(grad, values, views[0], t, stats, noise, over)
             grad_x = grad_x.reshape(x.shape)
             grad = grad.to(y.dtype)
             gradients: Any = grad * y, grad
         else:
             grad_x = torch.empty_like(x)
+            options = spec.options(ctx.layout, strength, seed)
             tensors = spec.sets(grad_x)[0], values, grad, views[0]
             affine = ctx.module.backward(*tensors, stats, options)
             gradients = options.layout.undo(affine, options.layout.full_affine)
@@ -295,8 +295,7 @@ def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Te
     return gradient.sum_to_size(view.shape).reshape(parameter.shape).to(parameter.dtype)
 
 
-def _noise(x: Tensor, options: KernelOptions) -> Noise | None:
-    factor, seed = options.factor, options.seed
+def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:
     if factor is None or seed is None:
         return None
     return lambda spread: normal(x.shape, seed) * (factor * spread)

@@ -16,7 +16,7 @@ standard deviations.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -254,8 +254,7 @@ class Running(NamedTuple):
 class KernelOptions(NamedTuple):
     """What the kernels take beside tensors, which are given as views by their sets."""
 
-    # None where a compiler traces the formulas
-    layout: Any
+    layout: Layout
     strength: Strength
     # added to the variance
     eps: float

@@ -180,7 +180,7 @@ def test_in_the_interpreter() -> None:
 CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, H100, B200
 # Registers that a thread may have, and bytes of stack, to which they are spilled; bytes of the 48
 # KiB that every GPU gives a program without asking
-MOST = {"REG": 160, "STACK": 0, "SHARED": 16 * 1024}
+MOST = {"REG": 255, "STACK": 64, "SHARED": 16 * 1024}
 # Instructions an element, forward and backward
 INSTRUCTIONS = {"bnn, channels_last": 170, "bnn, contiguous": 180}
 
