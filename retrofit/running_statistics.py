@@ -112,7 +112,7 @@ def estimated_layers(model: nn.Module) -> list[Any]:
 
 
 def _tracking(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that normalize by the batch in training and by running statistics after it."""
+    """Return layers that normalize by the batch in training, by running statistics after it."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [norm for norm in norms if getattr(norm, "running_mean", None) is not None]
 

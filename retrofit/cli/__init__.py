@@ -108,7 +108,8 @@ def _line(error: Exception) -> str:
             return f"error: {error}"
         case OSError():
             return f"error: {error}; check the path, its permissions and the free space"
-    return f"error: unexpected {with_class(error)}; RETROFIT_DEBUG=1 shows the traceback, please report it"
+    advice = "RETROFIT_DEBUG=1 shows the traceback, please report it"
+    return f"error: unexpected {with_class(error)}; {advice}"
 
 
 @click.group(

@@ -44,7 +44,10 @@ _OF_FILES = (
     "runtime",
     "json",
 )
-_AS_IT_IS = "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no gradients"
+_AS_IT_IS = (
+    "whose weights and sizes are its own, which runs in float32 on the CPU, and which gives no "
+    "gradients"
+)
 
 
 @options.command("evaluate", __doc__, batch_size="Machine and runtime", attack="Attack")

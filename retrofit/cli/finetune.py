@@ -189,7 +189,7 @@ def _free_folder(model: str, recipe: str | None) -> Path:
 
 
 def _speaks() -> bool:
-    """Tell whether this is the first of the processes that torchrun started, which speaks for all."""
+    """Tell whether this is the first of torchrun's processes, which speaks for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -209,17 +209,18 @@ class _Progress(RunCallback):
         say(f"run: {folder}")
 
     def step(self, step: Step) -> None:
-        strength = "" if step.strength is None else f", strength {step.strength:.2f}"
-        figures = f"loss {step.loss:.4f}, lr {step.lr:.2e}{strength}, {step.images_per_second:.0f} images/s"
+        figures = f"loss {step.loss:.4f}, {_course(step.lr, step.strength, step.images_per_second)}"
         self._move(step.step, step.steps, f"epoch {step.epoch} of {step.epochs}, {figures}")
 
     def epoch(self, row: dict[str, Any]) -> None:
-        strength = "" if row["strength"] is None else f", strength {row['strength']:.2f}"
         top1 = "" if row["val_top1"] is None else f", top-1 {row['val_top1']:.2f}%"
-        say(
-            f"epoch {row['epoch']}: loss {row['train_loss']:.4f}{top1}, lr {row['lr']:.2e}{strength}, "
-            f"{row['images_per_second']:.0f} images/s"
-        )
+        course = _course(row["lr"], row["strength"], row["images_per_second"])
+        say(f"epoch {row['epoch']}: loss {row['train_loss']:.4f}{top1}, {course}")
+
+
+def _course(lr: float, strength: float | None, images_per_second: float) -> str:
+    t = "" if strength is None else f", strength {strength:.2f}"
+    return f"lr {lr:.2e}{t}, {images_per_second:.0f} images/s"
 
 
 @contextmanager

@@ -35,7 +35,10 @@ GROUPS = {
 }
 """The first option of each group of the help, where a command's options are those below."""
 
-MODEL = "timm name, tv:NAME, hf-hub:ID, local-dir:DIR, py:MODULE:CALLABLE (your own), or a retrofit .safetensors file."
+MODEL = (
+    "timm name, tv:NAME, hf-hub:ID, local-dir:DIR, py:MODULE:CALLABLE (your own), or a retrofit "
+    ".safetensors file."
+)
 
 _METAVARS = {
     "integer": "N",
@@ -211,7 +214,8 @@ json = option(
 )
 inputs = option(
     "--inputs",
-    "Example inputs for a network whose input is not one image: a .safetensors file with tensors named by argument.",
+    "Example inputs for a network whose input is not one image: a .safetensors file with tensors "
+    "named by argument.",
     Path,
     callback=_inputs,
 )

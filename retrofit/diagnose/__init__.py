@@ -1,1 +1,1 @@
-"""What is wrong with a network, or what a conversion changed: measured, drawn and put on one page."""
+"""What is wrong with a network, or what a conversion changed: measured, drawn, on one page."""

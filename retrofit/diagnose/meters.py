@@ -238,7 +238,7 @@ class Probe:
         """
         neutral = self._neutral()
         running = getattr(self.layer, "running_lambda", None)
-        # strength 0 would undo whitening too
+        # Strength 0 would undo whitening too.
         if not transformed and isinstance(running, Tensor):
             neutral["running_lambda"] = torch.ones_like(running)
         elif not transformed and self.transforms:

@@ -31,7 +31,8 @@ _PAGE = "index.html"
 _STYLE = Path(__file__).with_name("report.css")
 _FIGURES = {
     "R²": "r2", "R² before": "r2_before",
-    "P1": "power.p1", "P2": "power.p2", "P3": "power.p3", "P4": "power.p4", "balance": "power.balance",
+    "P1": "power.p1", "P2": "power.p2", "P3": "power.p3", "P4": "power.p4",
+    "balance": "power.balance",
     "linearity": "linearity", "HZ": "henze_zirkler", "AMI": "dependence",
 }  # fmt: skip
 """The columns of numbers: a title, and the attribute of a layer."""
@@ -61,24 +62,38 @@ _SHARE_NAMES = (
 )
 
 TEXTS = {
-    "gaussianity": "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized features: 1 is "
-    "normal. Dotted: the same layers before their power transform (Eftekhari & Papyan 2025, figure 6).",
-    "qq": "The channel with the median R² at four depths. Points on the line are normal; bends at the ends are tails "
+    "gaussianity": "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized "
+    "features: 1 is "
+    "normal. Dotted: the same layers before their power transform (Eftekhari & Papyan 2025, "
+    "figure 6).",
+    "qq": "The channel with the median R² at four depths. Points on the line are normal; bends "
+    "at the ends are tails "
     "heavier or lighter than normal ones (figure 5).",
-    "power": "Shares of each layer's power. P1 growing with depth is collapse: channels that are nearly constant "
-    "over the data set, on which the activation acts almost linearly (Labatie et al. 2021, figure 2).",
-    "channels": "Above: 1 where all channels have equal power, near 0 where a few have all of it. Below: the share "
-    "of the variance of the activation's output that a straight line explains; near 1 the nonlinearity is not used.",
-    "noise": f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where a curve starts. The "
-    "curve is the relative error that is left at that layer and those called after it. Falling curves: the network "
-    "attenuates noise (appendix A.1 follows its mean square). A layer has no mark if the noise does not reach it, or "
+    "power": "Shares of each layer's power. P1 growing with depth is collapse: channels that are "
+    "nearly constant "
+    "over the data set, on which the activation acts almost linearly (Labatie et al. 2021, "
+    "figure 2).",
+    "channels": "Above: 1 where all channels have equal power, near 0 where a few have all of "
+    "it. Below: the share "
+    "of the variance of the activation's output that a straight line explains; near 1 the "
+    "nonlinearity is not used.",
+    "noise": f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where "
+    f"a curve starts. The "
+    "curve is the relative error that is left at that layer and those called after it. Falling "
+    "curves: the network "
+    "attenuates noise (appendix A.1 follows its mean square). A layer has no mark if the noise "
+    "does not reach it, or "
     "if its output does not vary.",
-    "independence": "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. Below: mean adjusted "
-    f"mutual information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} values of a channel in a "
+    "independence": "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. "
+    "Below: mean adjusted "
+    f"mutual information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} "
+    f"values of a channel in a "
     "batch are left out: their figures would be chance.",
-    "lambda": "Lambda over each layer's channels as used in evaluation: median, 25 to 75% (dark), 5 to 95% (light). "
+    "lambda": "Lambda over each layer's channels as used in evaluation: median, 25 to 75% "
+    "(dark), 5 to 95% (light). "
     "At 1 the transform is the identity; below 1 it pulls in a right tail, above 1 a left one.",
-    "input-noise": "Top-1 accuracy (agreement with the clean answer, where there are no labels) under Gaussian noise "
+    "input-noise": "Top-1 accuracy (agreement with the clean answer, where there are no labels) "
+    "under Gaussian noise "
     "on the normalized image (table 4).",
 }
 """What each figure shows, and how to read it."""
@@ -87,11 +102,11 @@ TEXTS = {
 class Plot(NamedTuple):
     """A figure of a report."""
 
-    # of the file, without ending
+    # Of the file, without ending.
     name: str
     title: str
     draw: Callable[[Figure, Networks], None]
-    # inches
+    # Inches.
     height: float
 
     def png(self, networks: Networks) -> bytes:
@@ -253,8 +268,8 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
             entry.top1 if labelled else entry.agreement for entry in diagnosis.input_noise
         ]
         axes.plot(levels, shares, "o-", color=colour, label=name)
-    what = "top-1, %" if labelled else "same answer, %"
-    axes.set(xlabel="standard deviation of the noise", ylabel=what, ylim=(0, 102))
+    ylabel = "top-1, %" if labelled else "same answer, %"
+    axes.set(xlabel="standard deviation of the noise", ylabel=ylabel, ylim=(0, 102))
 
 
 def _by_layer(axes: Axes) -> None:

@@ -189,7 +189,7 @@ class Batches:
 
 
 def _normalization(recipe: Recipe, preprocess: Preprocess) -> dict[str, tuple[float, ...]]:
-    """Return the mean and standard deviation, of pixels from 0 to 1, that are left to the device."""
+    """Return mean and deviation, of pixels from 0 to 1, that the device has to normalize by."""
     if not _erases(recipe):
         return {"mean": preprocess.mean, "std": preprocess.std}
     channels = preprocess.input_size[0]

@@ -110,7 +110,7 @@ class StepGate:
         self._finite = self._finite & loss.detach().isfinite()
 
     def close(self) -> None:
-        """Judge the step whose gradient is complete, and clip it; the optimizer's step comes next."""
+        """Judge a step whose gradient is complete, and clip it; the optimizer's step comes next."""
         self._accelerator.unscale_gradients()
         gradients = {
             name: parameter.grad
@@ -165,7 +165,7 @@ class StepGate:
 
 
 def not_finite(model: nn.Module) -> str | None:
-    """Name the first tensor of the network's state that holds NaN or infinity; None if none does."""
+    """Name the first tensor of a network's state that holds NaN or infinity; None if none does."""
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
             return name

@@ -1,4 +1,4 @@
-"""A network made ready for training: its layers' momentum and noise, what is trained, its teacher."""
+"""A network made ready for training: layers' momentum and noise, what is trained, the teacher."""
 
 import copy
 from collections.abc import Callable, Collection

@@ -130,7 +130,8 @@ class Recipe(BaseModel):
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
         "linear",
-        "Course of the strength t; there-and-back rises to 1, then returns to its end (which you must set).",
+        "Course of the strength t; there-and-back rises to 1, then returns to its end (which you "
+        "must set).",
     )
     strength_ramp: Fraction = _as(0.5, "Fraction of training over which the strength changes.")
     strength_end: Fraction = _as(1.0, "Strength at the end.")
@@ -144,7 +145,8 @@ class Recipe(BaseModel):
     )
     freeze: Literal["none", "all-but-norm"] = _as(
         "none",
-        "What to freeze; all-but-norm trains only the converted layers, and the classifier if it is new.",
+        "What to freeze; all-but-norm trains only the converted layers, and the classifier if it "
+        "is new.",
     )
     sync_norm: bool = _as(False, "Compute batch statistics over all processes.")
 

@@ -110,7 +110,8 @@ def recipe_text(name: str) -> str:
     if name not in names:
         close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
         raise UsageError(
-            f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean {' or '.join(close)}?"
+            f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean "
+            f"{' or '.join(close)}?"
         )
     return (_RECIPES / f"{name}.yaml").read_text()
 

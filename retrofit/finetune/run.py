@@ -346,7 +346,7 @@ class Run:
                 self.callback.note(f"warning: cannot read {name}; {then}")
 
     def _progress(self, epoch: int) -> Step:
-        """Describe the step that was just done; its loss is known once the device has come so far."""
+        """Describe the step just done; its loss is known once the device has come so far."""
         position = self.position
         images = position.images * self.accelerator.num_processes
         return Step(

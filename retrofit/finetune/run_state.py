@@ -81,7 +81,8 @@ def _lock(folder: Path) -> None:
         ) from error
     if not free:
         raise RetrofitError(
-            f"another process trains in {folder}; give another `folder`, or resume once it has ended"
+            f"another process trains in {folder}; give another `folder`, or resume once it has "
+            f"ended"
         )
 
 

@@ -165,7 +165,8 @@ class ImageData:
             problem = f"the data's classes ({classes}) are not what the model calls its outputs"
         else:
             return ""
-        return f"{problem}: the classes, sorted by name, were taken for outputs 0 to {self.classes - 1}"
+        last = self.classes - 1
+        return f"{problem}: the classes, sorted by name, were taken for outputs 0 to {last}"
 
     def mapped(
         self, class_map: FileName | None = None, labels: Sequence[str] | None = None
@@ -343,7 +344,7 @@ def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
 def _named(
     data_dir: FileName | None, dataset: str, split: str, mode: str, class_map: FileName | None
 ) -> ImageData:
-    """Open one of timm's named datasets; one that does not tell its classes is given the class map."""
+    """Open one of timm's named datasets; one that does not tell its classes gets the class map."""
     root = None if data_dir is None else str(data_dir)
     mapped = {} if class_map is None else {"class_map": _read_class_map(class_map)}
     try:
@@ -365,7 +366,7 @@ def _named(
 
 
 def _read_class_map(class_map: FileName) -> dict[str, int]:
-    """Return the model's output for each class name of a class map's file: 0 to n - 1, each once."""
+    """Return the model's output, 0 to n - 1, for each class name of a class map's file."""
     pairs = _class_map_entries(Path(class_map))
     outputs: dict[str, int] = {}
     free = set(range(len(pairs)))

@@ -125,7 +125,8 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
             continue
         if first != path:
             raise RetrofitError(
-                f"{first} and {path} in {root} are the same folder and would count twice; remove one"
+                f"{first} and {path} in {root} are the same folder and would count twice; remove "
+                f"one"
             )
         names = [str(path / name) for name in files if _is_image(name)]
         images += names
