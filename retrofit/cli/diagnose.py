@@ -44,7 +44,8 @@ def command(
     from retrofit.attack import attack_on
     from retrofit.cli.network import device_named, file_stem, open_data, open_network
     from retrofit.diagnose.diagnosis import diagnose, labelled_batches
-    from retrofit.diagnose.report_folder import check_folder, sentences, write_report
+    from retrofit.diagnose.findings import sentences
+    from retrofit.diagnose.report_folder import check_folder, write_report
     from retrofit.networks.artifact import artifact_path
 
     device = device_named(given["device"])

@@ -8,7 +8,6 @@ channel, so memory does not grow with their number.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -20,6 +19,15 @@ from torch.utils.data import DataLoader
 from retrofit.attack import Attack
 from retrofit.diagnose import meters
 from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter, Probe, probes
+from retrofit.diagnose.perturbations import (
+    Attenuation,
+    Batch,
+    InputNoise,
+    UnderAttack,
+    attenuation,
+    input_noise,
+    under_attack,
+)
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
@@ -28,13 +36,10 @@ from retrofit.layers.base import lambda_values
 from retrofit.networks.models import Network
 from retrofit.utils.running import device_of, evaluating, hooked, without_image_rows
 
-Batch = tuple[Tensor, "Tensor | None"]
 Batches = Sequence[Batch] | DataLoader[Any]
 Progress = Callable[[int, int, str], None]
 Item = TypeVar("Item")
 
-NOISE_LEVELS = (0.0, 0.1, 0.25, 0.5, 1.0)
-INJECTED = 0.1
 # Values of a channel in a batch, for a Q-Q plot.
 _VALUES = 2048
 # Pairs of channels of a layer, and values of each.
@@ -76,38 +81,6 @@ class Layer:
     lmbda: tuple[float, ...] | None
     # Of the channel whose R^2 is the median one.
     plot: meters.QQ | None = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class Attenuation:
-    """What is left, layer by layer, of noise added at one layer."""
-
-    # The layer whose output got the noise.
-    source: str
-    # It and those after it whose output varies, in the order in which they are called.
-    layers: tuple[str, ...]
-    # Of each one's output: |noisy - clean| / |clean - its mean over images and positions|.
-    errors: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class InputNoise:
-    """Answers under noise on the images."""
-
-    # Standard deviation of the noise, in units of the normalized image
-    level: float
-    # Percent right; None without labels
-    top1: float | None
-    # Percent of answers that are those without noise
-    agreement: float
-
-
-@dataclass(frozen=True)
-class UnderAttack:
-    """Answers under attack: its kind and size, and the percentage of answers that stay right."""
-
-    attack: str
-    top1: float
 
 
 @dataclass(frozen=True)
@@ -385,91 +358,3 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     """Return the mean of those values that are there and finite; None if none is."""
     finite = [value for value in values if value is not None and np.isfinite(value)]
     return float(np.mean(finite)) if finite else None
-
-
-def attenuation(
-    model: nn.Module, live: Sequence[Probe], source: Probe, pixels: Tensor, seed: int
-) -> Attenuation:
-    """Add Gaussian noise, `INJECTED` times each channel's standard deviation, to one layer's output
-    and follow it.
-
-    Eftekhari & Papyan (2025, section 2.1.2 and appendix A.1) follow the mean squared error between
-    noisy and clean activations. Here it is its root, divided by the spread of the clean ones, so
-    that layers of any scale compare. The batch goes through twice as one, its second half with
-    noise; so nothing of the clean run is stored.
-    """
-    errors: dict[str, float] = {}
-    generator = torch.Generator().manual_seed(seed)
-
-    def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
-        clean, _ = out.chunk(2)
-        shape = [1] * clean.ndim
-        shape[source.channel_axis(clean)] = -1
-        spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
-        return torch.cat([clean, clean + INJECTED * spread * _noise_like(clean, generator)])
-
-    def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
-        if probe.name in errors or not (errors or probe is source):
-            return
-        clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
-        scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
-        if scale > 0:
-            errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
-
-    watched = hooked(probe.layer.register_forward_hook(partial(compare, probe)) for probe in live)
-    with source.layer.register_forward_hook(perturb), watched:
-        model(torch.cat([pixels, pixels]))
-    return Attenuation(source.name, tuple(errors), tuple(errors.values()))
-
-
-def _noise_like(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw normal noise on the CPU, the same for every device."""
-    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu")
-    return noise.to(values)
-
-
-def input_noise(
-    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], seed: int
-) -> list[InputNoise]:
-    """Measure a classifier's answers on images with Gaussian noise, the same noise for every
-    network.
-
-    `answers` are the classes (N,) that it names for each batch without noise.
-    """
-    images = 0
-    right = [0] * len(NOISE_LEVELS)
-    same = [0] * len(NOISE_LEVELS)
-    labelled = True
-    generator = torch.Generator().manual_seed(seed)
-    for (pixels, labels), clean in zip(batches, answers, strict=True):
-        drawn = _noise_like(pixels, generator)
-        images += len(pixels)
-        labelled &= labels is not None
-        for place, level in enumerate(NOISE_LEVELS):
-            noisy = model(pixels + level * drawn).argmax(1) if level else clean
-            same[place] += int((noisy == clean).sum())
-            if labels is not None:
-                right[place] += int((noisy == labels.to(noisy)).sum())
-    return [
-        InputNoise(level, 100 * r / images if labelled else None, 100 * s / images)
-        for level, r, s in zip(NOISE_LEVELS, right, same, strict=True)
-    ]
-
-
-def under_attack(
-    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], attack: Attack
-) -> UnderAttack | None:
-    """Attack what a classifier gets right, and count what stays right; None without labels.
-
-    `answers` are the classes (N,) that it names for each batch without attack.
-    """
-    images = right = 0
-    for (pixels, labels), clean in zip(batches, answers, strict=True):
-        if labels is None:
-            return None
-        hit = clean == labels.to(clean)
-        images += len(pixels)
-        if hit.any():
-            changed = attack(model, pixels[hit], clean[hit])
-            right += int((model(changed).argmax(1) == clean[hit]).sum())
-    return UnderAttack(str(attack), 100 * right / images)

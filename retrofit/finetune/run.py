@@ -8,38 +8,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
-from timm.data import create_transform
-from timm.utils import ModelEmaV3, random_seed
+from timm.utils import random_seed
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy
-from retrofit.finetune import prepare, run_report, run_state
-from retrofit.finetune.batches import Batches
-from retrofit.finetune.data import Images, Part, open_data
+from retrofit.finetune import run_report, run_state
 from retrofit.finetune.divergence import (
-    ChanceWatch,
     Fault,
-    StepGate,
     Verdict,
     divergence_of,
     not_finite,
 )
-from retrofit.finetune.fitting import fit_network, scores_of
-from retrofit.finetune.objective import Objective
-from retrofit.finetune.optimization import build_optimizer, build_scheduler
+from retrofit.finetune.prepared_run import PreparedRun
 from retrofit.finetune.processes import make_accelerator, summed
-from retrofit.finetune.recipe import FREE, PLACES, Recipe
+from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_report import Position, RunCallback, Step
-from retrofit.finetune.strength_schedule import StrengthSchedule
-from retrofit.finetune.validation import validate, validation_share
+from retrofit.finetune.validation import validate
 from retrofit.networks import artifact
 from retrofit.networks.models import Network
-from retrofit.running_statistics import local_norms, recentre, sync_norms, update_bn
-from retrofit.surgery import strength_layers
+from retrofit.running_statistics import local_norms, recentre, update_bn
 from retrofit.utils.text import shortlist
 
 # Images that show whether the network answers the same to all.
@@ -97,127 +86,8 @@ def finetune(
         return run.end()
 
 
-class Run:
+class Run(PreparedRun):
     """A run in progress; it may be one of several processes, and go on with an interrupted run."""
-
-    def __init__(
-        self,
-        network: Network,
-        recipe: Recipe,
-        folder: Path,
-        accelerator: Accelerator,
-        callback: RunCallback,
-        state: dict[str, Any] | None,
-    ) -> None:
-        """Open the data and prepare the network; `state` is that of a run to go on with."""
-        self.recipe = recipe
-        self.folder = folder
-        self.accelerator = accelerator
-        self.callback = callback
-        self.device = accelerator.device
-        random_seed(recipe.seed)
-
-        images = open_data(recipe, network.labels, network.preprocess.input_size[0])
-        for note in images.notes:
-            callback.note(note)
-        if state is None:
-            network, self.new_tensors = fit_network(network, images, recipe, callback.note)
-        else:
-            self.new_tensors = tuple(state["new_tensors"])
-        self.network = network
-        outputs = scores_of(network)
-        layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
-        self.model = network.model.to(self.device).to(memory_format=layout).train()
-        teacher = None
-        if recipe.teacher == "source":
-            teacher = prepare.source_network(network, resumed=state is not None)
-        self.objective = Objective(recipe, outputs, teacher)
-        self._set_up_data(images, None if recipe.labelled else teacher)
-        self.position = Position(self.epoch_steps * recipe.epochs)
-        classes = images.train.classes if recipe.labelled else outputs
-        untrained = network.weights["kind"] == "random"
-        self.chance = ChanceWatch(recipe, self.position.steps, classes, untrained)
-        self._set_up_training()
-
-    def _set_up_data(self, images: Images, labelling: nn.Module | None) -> None:
-        """Set up what is trained and validated on; without labels, a network gives them."""
-        recipe = self.recipe
-        preprocess = self.network.preprocess
-        rank = self.accelerator.process_index
-        processes = self.accelerator.num_processes
-        self.val = validation_share(images.val, preprocess, labelling, self.accelerator)
-        as_validated = create_transform(**preprocess.to_dict())
-        self.plain_images = Part(images.train.images, transform=as_validated)
-        self.batches = Batches(
-            images.train.images, recipe, preprocess, rank, processes, self.device
-        )
-        # What a resumed run must have as it was.
-        self.kept = recipe.model_dump(mode="json", exclude=set(FREE | PLACES))
-        self.kept["images"] = len(images.train.images)
-        self.kept["classes"] = images.names and list(images.names)
-        self.kept["processes"] = processes
-        self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
-        if not self.epoch_steps:
-            raise RetrofitError(
-                f"an epoch has {len(self.batches)} batches, a step takes "
-                f"{recipe.grad_accum_steps}; lower `grad_accum_steps` or `batch_size`"
-            )
-
-    def _set_up_training(self) -> None:
-        """Set up what changes the weights, and what follows them."""
-        recipe = self.recipe
-        accelerator = self.accelerator
-        batches = self.position.steps * recipe.grad_accum_steps
-        prepare.adjust_layers(self.model, recipe, batches, self.callback.note)
-        # Their statistics are as frozen as their weights.
-        self.frozen_norms: list[nn.Module] = []
-        if recipe.freeze == "all-but-norm":
-            self.frozen_norms = prepare.freeze_all_but_norm(
-                self.model, self.new_tensors, self.callback.note
-            )
-        self.average: Any = None
-        self.networks = [self.model]
-        if recipe.model_ema:
-            self.average = ModelEmaV3(self.model, recipe.model_ema_decay)
-            self.networks.append(self.average.module)
-        self.validated: nn.Module = self.networks[-1]
-        self.schedule = self._strength_schedule()
-        if recipe.sync_norm and not sync_norms(self.model, self.device):
-            raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
-        optimizer = build_optimizer(self.model, recipe)
-        self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
-        self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
-        accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
-
-    def _strength_schedule(self) -> StrengthSchedule | None:
-        """Return the schedule of all networks' strength and noise; None if no layer has any."""
-        if not strength_layers(self.model):
-            return None
-        recipe = self.recipe
-        return StrengthSchedule(
-            nn.ModuleList(self.networks),
-            self.position.steps,
-            shape=recipe.strength_sched,
-            ramp=recipe.strength_ramp,
-            end=recipe.strength_end,
-            noise=recipe.noise if prepare.draws_noise(self.model) else None,
-            noise_start=recipe.noise_start,
-            noise_ramp=recipe.noise_ramp,
-        )
-
-    def _stateful(self) -> dict[str, Any]:
-        """Return the parts of the run whose state goes to the disk, by name."""
-        parts: dict[str, Any] = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "schedule": self.schedule,
-            "scaler": self.accelerator.scaler,
-        }
-        if self.average is not None:
-            parts["average"] = self.validated
-        return {name: part for name, part in parts.items() if part is not None}
 
     def begin(self) -> None:
         """Fill the folder with what the run begins with."""

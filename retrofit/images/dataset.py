@@ -7,7 +7,6 @@ other images than the user thinks, so here an unreadable image is marked, and a 
 error.
 """
 
-import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,17 +18,15 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import ImageDataset, create_dataset, create_transform
-from timm.data.readers.class_map import load_class_map
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.images.class_maps import FileName, read_class_map
 from retrofit.images.image_files import ADVICE, ImageFiles
 from retrofit.record import Preprocess
-from retrofit.utils.files import ensure_readable, read_text
 from retrofit.utils.text import one_line, plural, shortlist, shown
 
-FileName = str | os.PathLike[str]
 Matched = Literal["class map", "labels", "order"]
 
 # Names of one part, to timm.
@@ -41,9 +38,6 @@ _FOLDERS = ("", "torch/folder", "torch/image_folder")
 # torchvision checks the names of these itself; of all others it gives the test images for any word
 # but "train".
 _OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
-_CLASS_MAP_ADVICE = "give a .txt file with one class name a line"
-# ImageNet-22k's names take less than one.
-_CLASS_MAP_BYTES = 16 * 2**20
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -183,7 +177,7 @@ class ImageData:
         if self.names is None:
             return self
         if class_map is not None:
-            outputs = _read_class_map(class_map)
+            outputs = read_class_map(class_map)
             lacking = [name for name in self.names if name not in outputs]
             if lacking:
                 classes = plural(len(self.names), "class")
@@ -346,7 +340,7 @@ def _named(
 ) -> ImageData:
     """Open one of timm's named datasets; one that does not tell its classes gets the class map."""
     root = None if data_dir is None else str(data_dir)
-    mapped = {} if class_map is None else {"class_map": _read_class_map(class_map)}
+    mapped = {} if class_map is None else {"class_map": read_class_map(class_map)}
     try:
         images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
@@ -363,40 +357,6 @@ def _named(
     if class_map is not None and dataset.lower().startswith("torch/"):
         raise UsageError(f"{dataset} does not tell what its classes are called; drop `class_map`")
     return ImageData(images)
-
-
-def _read_class_map(class_map: FileName) -> dict[str, int]:
-    """Return the model's output, 0 to n - 1, for each class name of a class map's file."""
-    pairs = _class_map_entries(Path(class_map))
-    outputs: dict[str, int] = {}
-    free = set(range(len(pairs)))
-    for name, index in pairs or [("", 0)]:
-        if name == "" or name in outputs or type(index) is not int or index not in free:
-            last = max(len(pairs) - 1, 0)
-            raise RetrofitError(
-                f"the class map {class_map} is not one to one, with output {shown(index)} for "
-                f"{shown(name)}; give each output, from 0 to {last}, one name of its own"
-            )
-        outputs[name] = index
-        free.discard(index)
-    return outputs
-
-
-def _class_map_entries(path: Path) -> list[tuple[Any, Any]]:
-    """Return the names and outputs of a class map as they stand in the file."""
-    limits: dict[str, Any] = {"most": _CLASS_MAP_BYTES, "advice": _CLASS_MAP_ADVICE}
-    # Of a name that comes twice, timm's reader of text keeps the last.
-    if path.suffix.lower() == ".txt":
-        lines = read_text(path, "class map", **limits).rstrip().split("\n")
-        return [(line.strip(), number) for number, line in enumerate(lines)]
-    ensure_readable(path, "class map", **limits)
-    try:
-        return list(load_class_map(str(path)).items())
-    # timm asserts, and pickle raises anything on a damaged file.
-    except Exception as error:
-        raise RetrofitError(
-            f"cannot read the class map {path} ({one_line(error)}); {_CLASS_MAP_ADVICE}"
-        ) from error
 
 
 def sample_loader(

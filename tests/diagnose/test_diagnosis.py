@@ -17,21 +17,15 @@ from torch import nn
 import retrofit
 from retrofit.attack import Attack
 from retrofit.diagnose import meters
-from retrofit.diagnose.diagnosis import (
-    Batch,
-    Diagnosis,
-    diagnose,
-    input_noise,
-    labelled_batches,
-    under_attack,
-)
+from retrofit.diagnose.diagnosis import Diagnosis, diagnose, labelled_batches
+from retrofit.diagnose.findings import sentences
 from retrofit.diagnose.meters import Probe, probes
+from retrofit.diagnose.perturbations import Batch, input_noise, under_attack
 from retrofit.diagnose.report_folder import (
     Plot,
     _table,
     check_folder,
     plots,
-    sentences,
     write_report,
 )
 from retrofit.errors import RetrofitError
