@@ -134,7 +134,7 @@ def _put_forms(
             kind = "frozen"
         if isinstance(layer, _NO_NORMS):
             kind = ""
-        vars(layer)["forward"] = _FormCall(form, layers, name, kind)
+        vars(layer)["forward"] = _FormCall(form, layers, name, kind).forward
         powers += [part for part in form.modules() if isinstance(part, forms.TwoBranch)]
     return powers
 
@@ -166,7 +166,8 @@ class _FormCall:
     name: str
     kind: str
 
-    def __call__(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> Any:
+        """Note the call, and compute by the form."""
         if self.kind:
             self.layers[self.name] = self.kind
         return self.form.forward(x)

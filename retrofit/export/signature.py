@@ -1,6 +1,6 @@
 """What a captured network takes: another call is refused in one line that says what to do."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,10 +121,15 @@ class Guards(nn.Module):
         super().__init__()
         self.conditions = conditions
         self.arguments = arguments
-        # Moves with the network, and is of its precision
+        # Moves with the network and has its precision, but is no buffer: a second capture would
+        # ask its own guards for one.
         device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-        numbers = torch.empty(0, dtype=torch.float32, device=device)
-        self.register_buffer("network", numbers, persistent=False)
+        self.network = torch.empty(0, dtype=torch.float32, device=device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Guards":
+        super()._apply(fn, recurse)
+        self.network = fn(self.network)
+        return self
 
     def forward(self, *values: Any) -> None:
         """Raise RetrofitError if other arguments are passed."""

@@ -128,7 +128,7 @@ class FrozenBatchNorm(ConstantStatistics):
         if plan is None:
             return None
         constants = self.running_mean, self.running_var, self.weight, self.bias, self.eps
-        out: Tensor = maps.ChannelMap.apply(x, *constants, plan)
+        out: Tensor = maps.ChannelMapOnGPU.apply(x, *constants, plan)
         return out
 
     def channel_map(self) -> ChannelMap:

@@ -125,7 +125,7 @@ def by_maps(
     if not isinstance(strength, Strength):
         strength = Strength(torch.as_tensor(strength, device=x.device).detach())
     numbers = (torch.as_tensor(number, device=x.device) for number in (eps, source_eps))
-    out: Tensor = module.MigratedNorm.apply(x, plan, num_groups, strength, *given, *numbers)
+    out: Tensor = module.MigratedNormOnGPU.apply(x, plan, num_groups, strength, *given, *numbers)
     return out
 
 

@@ -251,7 +251,8 @@ class _NormalityNorm(torch.autograd.Function):
             gamma, beta = views
             over = Reductions(dim, spec.group)
             out, stats = eager.normalized(values, gamma, beta, t, spec.eps, noise, over)
-            out = out.reshape(x.shape)
+            # Not a view, which an in-place operation behind the layer could not change.
+            out = out if out.shape == x.shape else out.reshape(x.shape).clone()
         else:
             out = torch.empty_like(x)
             options = spec.options(layout, strength, seed)

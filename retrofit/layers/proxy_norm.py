@@ -319,7 +319,9 @@ class ProxyNorm(StrengthMixin):
             return None
         settings = self.eps, self.scale, self.samples
         tensors = self._tensors()
-        out: Tensor = maps.ProxyActivation.apply(x, plan, kind, self._strength, settings, *tensors)
+        out: Tensor = maps.ProxyActivationOnGPU.apply(
+            x, plan, kind, self._strength, settings, *tensors
+        )
         return out
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -23,7 +23,7 @@ from retrofit.layers.kernels import triton as ours
 from retrofit.layers.kernels.channelwise import _quantiles
 from retrofit.layers.kernels.eager import Strength
 from retrofit.layers.kernels.layout import is_dense, layout_of
-from retrofit.layers.kernels.plan import PROGRAMS, Plan, plan_of
+from retrofit.layers.kernels.plan import PROGRAMS, LaunchPlan, plan_of
 from retrofit.layers.kernels.triton import (
     _elements,
     _kept,
@@ -385,7 +385,7 @@ def _proxy_gradients(
 @lru_cache(maxsize=1024)
 def _plan(
     size: tuple[int, ...], stride: tuple[int, ...], channel_dim: int, per_sample: bool, busy: int
-) -> Plan | None:
+) -> LaunchPlan | None:
     """Return the plan for sets of a channel, or of a sample and channel."""
     if not is_dense(size, stride):
         return None
@@ -399,7 +399,7 @@ def _plan(
     return plan if lies and ordered else None
 
 
-def plan_for(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> Plan | None:
+def plan_for(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> LaunchPlan | None:
     """Return how kernels go about `x`, (N, C, *) or (N, *, C); None where they cannot."""
     # Programs that only write need no merging of what they share
     busy = ours.processors(x.device) * (1 if per_sample else PROGRAMS)
@@ -415,7 +415,7 @@ def _room(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-class ChannelMap(torch.autograd.Function):
+class ChannelMapOnGPU(torch.autograd.Function):
     """(x - mean) / sqrt(var + eps) * weight + bias per channel, with constant mean and variance."""
 
     @staticmethod
@@ -427,7 +427,7 @@ class ChannelMap(torch.autograd.Function):
         weight: Any,
         bias: Any,
         eps: float,
-        plan: Plan,
+        plan: LaunchPlan,
     ) -> Tensor:
         out = torch.empty_like(x)
         kind, *numbers = IDENTITY
@@ -464,7 +464,7 @@ def _differentiably(
 
 
 def _map_backward(
-    x: Tensor, grad: Tensor, scale: Any, mean: Any, var: Any, eps: float, phi: Any, plan: Plan
+    x: Tensor, grad: Tensor, scale: Any, mean: Any, var: Any, eps: float, phi: Any, plan: LaunchPlan
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and those of scale and shift, (2, C)."""
     grad_x, sums = torch.empty_like(x), _room(x, 2, *plan.gradients)
@@ -475,12 +475,18 @@ def _map_backward(
     return grad_x, sums.sum(plan.summed)
 
 
-class ProxyActivation(torch.autograd.Function):
+class ProxyActivationOnGPU(torch.autograd.Function):
     """A proxy-normalized activation; `given` and `phi` are those of `channelwise.ProxyActivation`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: Plan, phi: Any, strength: Strength, settings: Any, *given: Any
+        ctx: Any,
+        x: Tensor,
+        plan: LaunchPlan,
+        phi: Any,
+        strength: Strength,
+        settings: Any,
+        *given: Any,
     ) -> Tensor:
         eps, divide, samples = settings
         kind, *numbers = phi
@@ -519,14 +525,14 @@ def _quantiles_on(samples: int, device: torch.device) -> Tensor:
     return _quantiles(samples).to(device)
 
 
-class MigratedNorm(torch.autograd.Function):
+class MigratedNormOnGPU(torch.autograd.Function):
     """`migrated_group_norm` of (N, C, *); the tensors given are weight, bias, running mean and
     variance, and gain, each (C,) or None, and eps and source_eps, 0-dim.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: Plan, num_groups: int, strength: Strength, *given: Any
+        ctx: Any, x: Tensor, plan: LaunchPlan, num_groups: int, strength: Strength, *given: Any
     ) -> Tensor:
         weight, bias, mean, var, gain, eps, source_eps = given
         samples, channels = x.shape[:2]

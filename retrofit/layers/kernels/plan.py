@@ -39,7 +39,7 @@ class Tile(NamedTuple):
     even: bool
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """A launch, but for its tensors."""
 
     tile: Tile
@@ -78,7 +78,7 @@ def _power(number: int) -> int:
 @lru_cache(maxsize=1024)
 def plan_of(
     shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], processors: int
-) -> Plan | None:
+) -> LaunchPlan | None:
     """Return the plan for a contiguous tensor with sets over `dims` and affine parameters of a
     shape that broadcasts to it; None where sets lie in another way than kernels know.
     """
@@ -131,7 +131,7 @@ def _shares(runs: int, rows: int, tiles: int, tasks: int, processors: int) -> tu
 
 def _columns(
     shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, along: str, processors: int
-) -> Plan:
+) -> LaunchPlan:
     lanes, runs = geometry.lane.size, geometry.runs.size
     outer, merge = geometry.outer.size, geometry.share
     cols = max(min(_power(lanes), COLUMNS), merge)
@@ -147,10 +147,12 @@ def _columns(
     gradients: Any = (tasks, runs) if along == "runs" else (outer * splits, lanes)
     sets = outer * lanes // merge
     kept = _kept(shape, dims)
-    return Plan(tile, 4, tasks, splits, sets, kept, (*numbers, sets), gradients, (1,))
+    return LaunchPlan(tile, 4, tasks, splits, sets, kept, (*numbers, sets), gradients, (1,))
 
 
-def _rows(shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, along: str) -> Plan:
+def _rows(
+    shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, along: str
+) -> LaunchPlan:
     lanes = geometry.lane.size
     sets = geometry.outer.size * geometry.inner.size
     cols = _power(lanes)
@@ -165,12 +167,12 @@ def _rows(shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, alo
     gradients = (sets // inner, inner) if along == "sets" else (tasks, lanes)
     warps = max(1, min(8, rows * cols // 512))
     kept = _kept(shape, dims)
-    return Plan(tile, warps, tasks, 1, sets, kept, (*numbers, sets), gradients, (1,))
+    return LaunchPlan(tile, warps, tasks, 1, sets, kept, (*numbers, sets), gradients, (1,))
 
 
 def _stretches(
     shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, along: str, processors: int
-) -> Plan:
+) -> LaunchPlan:
     lanes, runs = geometry.lane.size, geometry.runs.size
     tasks = geometry.outer.size * geometry.inner.size
     whole = _power(lanes) * _power(runs) <= LARGEST
@@ -194,4 +196,4 @@ def _stretches(
     summed = (1,) if along == "runs" else (1, 3)
     warps = max(4, min(8, rows * cols // 512))
     kept = _kept(shape, dims)
-    return Plan(tile, warps, tasks, splits, tasks, kept, (*numbers, tasks), gradients, summed)
+    return LaunchPlan(tile, warps, tasks, splits, tasks, kept, (*numbers, tasks), gradients, summed)

@@ -30,7 +30,7 @@ from torch import Tensor
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import DENOMINATOR, NUMERATOR, KernelOptions, Running
 from retrofit.layers.kernels.layout import Layout
-from retrofit.layers.kernels.plan import Plan, plan_of
+from retrofit.layers.kernels.plan import LaunchPlan, plan_of
 from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY
 
 READS_STRENGTH = True
@@ -910,7 +910,7 @@ def takes(x: Tensor, layout: Layout) -> bool:
     return _plan(x, layout) is not None
 
 
-def _plan(x: Tensor, layout: Layout) -> Plan | None:
+def _plan(x: Tensor, layout: Layout) -> LaunchPlan | None:
     return plan_of(layout.shape, layout.dims, layout.affine, processors(x.device))
 
 
@@ -922,12 +922,12 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_options(kernel: Any, plan: Plan) -> dict[str, int]:
+def launch_options(kernel: Any, plan: LaunchPlan) -> dict[str, int]:
     """Return what a kernel is compiled with; sums of the backward pass take twice the registers."""
     return {"num_warps": min(8, 2 * plan.warps) if kernel is _backward else plan.warps}
 
 
-def launch(kernel: Any, plan: Plan, *arguments: Any) -> None:
+def launch(kernel: Any, plan: LaunchPlan, *arguments: Any) -> None:
     """Launch a kernel; tests replace this."""
     kernel[plan.grid](*arguments, plan.tile, **launch_options(kernel, plan))
 
@@ -941,7 +941,7 @@ def _room(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def _counters(table: Tensor, plan: Plan) -> Tensor:
+def _counters(table: Tensor, plan: LaunchPlan) -> Tensor:
     """Return the room behind a table in which programs count themselves, a row a stage."""
     return table[_FIELDS * plan.sets :].view(torch.int32)
 
