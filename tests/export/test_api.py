@@ -183,7 +183,7 @@ def test_a_folded_network_is_in_float32_compiles_copies_and_is_captured_again(
     folded, x = retrofit.fold(model.bfloat16(), input_size=(3, 6, 6)), torch.randn(4, 3, 6, 6)
     assert {tensor.dtype for tensor in (*folded.parameters(), *folded.buffers())} == {torch.float32}
     expected = model.float()(x).detach()
-    again = torch.export.export(folded, (x,)).module()
+    again = torch.export.export(folded, (x,), strict=False).module()  # as newer torch does
     for net in (
         folded.train().eval(),
         copy.deepcopy(folded),
