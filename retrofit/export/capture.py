@@ -23,7 +23,7 @@ from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
 from retrofit.utils.progress import announced_if_slow
-from retrofit.utils.running import copied, device_of, silence
+from retrofit.utils.running import copied_for_inference, device_of, silence
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import cause_of
 
@@ -76,7 +76,7 @@ def capture(
     channels may too. `lambdas`, by layer and strength included, take the place of estimates. Of a
     detector nothing is captured: its layers compute by their forms.
     """
-    net = copied(model).float().eval().requires_grad_(False)
+    net = copied_for_inference(model)
     call = call.resized(batch or max(2, call.batch)).to(device_of(net), torch.float32)
     norms = find_norms(net)
     program = Program(

@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -211,16 +211,39 @@ def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
                 tensor.copy_(former)
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Return a deep copy of a network.
 
+    Args:
+        model: The network.
+        computed: What stands in the copy for tensors that were computed, by their `id`.
+
     Raises:
-        RetrofitError: If it holds computed tensors, as pruned layers do.
+        RetrofitError: If it holds other computed tensors, as pruned layers do.
     """
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, dict(computed or {}))
     except RuntimeError as error:
         raise RetrofitError(
-            "the network cannot be copied: it holds tensors that were computed, as pruned layers do; make them "
-            f"permanent first, by torch.nn.utils.prune.remove for example ({one_line(error)[:100]})"
+            "the network cannot be copied: it holds tensors that were computed, as pruned layers "
+            "do; make them permanent first, by torch.nn.utils.prune.remove for example "
+            f"({one_line(error)[:100]})"
         ) from error
+
+
+def copied_for_inference(model: nn.Module) -> nn.Module:
+    """Return a deep copy in evaluation mode and float32 that nothing is trained of.
+
+    What hooks compute before each call, a pruned layer's weight say, is held as a constant until
+    the next call.
+
+    Raises:
+        RetrofitError: If the network holds other computed tensors.
+    """
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copied(model, computed).float().eval().requires_grad_(False)
