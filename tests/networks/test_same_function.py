@@ -418,7 +418,7 @@ def test_mutated_artifacts(name: str, to: str, tmp_path: Path) -> None:
             # As a file says it that has no checksum of its manifest, or has the right one.
             with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 values = json.loads(text)
-                values.pop("manifest_checksum")
+                values.pop("manifest_checksum", None)
                 text = json.dumps(values) if kind % 2 else seal(values)
             save_file(tensors, path, {"format": "pt", "retrofit": text})
         read += _reads(lambda: retrofit.load(path))
