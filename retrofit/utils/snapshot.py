@@ -1,6 +1,7 @@
 """Run a network's own code, and leave everything that the code can reach as it was."""
 
 import copy
+import dis
 import functools
 import operator
 import random
@@ -9,7 +10,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import (
+    CellType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -22,6 +30,7 @@ _ATOMS = (
 )
 _CACHE = type(functools.lru_cache(lambda: None))
 _ABSENT = object()
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 # Packages whose objects hold nothing of one network's calls, or whose threads go on meanwhile.
 _FOREIGN = sys.stdlib_module_names | {
     *("torch", "torchvision", "timm", "numpy", "sympy", "mpmath", "retrofit"),
@@ -69,6 +78,11 @@ class Snapshot:
         # What was looked at, by its `id`, which is unique while this holds it.
         self._reached: dict[int, Any] = {}
         self._undo: list[Callable[[], Any]] = []
+        # Of these there are thousands: all of a kind are compared at once.
+        self._contents = {kind: _Places(read) for kind, read in _READERS.items()}
+        self._attributes = _Places(_read_classes)
+        self._variables = _Places(_read_globals)
+        self._groups = [*self._contents.values(), self._attributes, self._variables]
         homes = {_home(base) for module in model.modules() for base in type(module).__mro__}
         self._packages = homes - _FOREIGN
         # Cached functions, and what puts another in the place of each.
@@ -87,6 +101,8 @@ class Snapshot:
             if cls not in self._ways:
                 self._ways[cls] = self._way_for(cls)
             pending += self._ways[cls](value)
+        for group in self._groups:
+            group.remember()
 
     def empty_caches(self) -> None:
         """Put an empty cache in place of each cached function, the same one in all its places."""
@@ -99,9 +115,13 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back, classes and attributes before what they hold."""
+        for cached, put in self._caches:
+            put(cached)
         with torch.no_grad():
             for undo in self._undo:
                 undo()
+            for group in self._groups:
+                group.restore()
 
     def _way_for(self, cls: type) -> Callable[[Any], Iterable[Any]]:
         ways: list[tuple[Any, Callable[[Any], Iterable[Any]]]] = [
@@ -142,16 +162,22 @@ class Snapshot:
         self._undo.append(_tensor_restorer(tensor, written=id(tensor) not in self._unwritten))
         return ()
 
+    def _remember_content(self, container: Any) -> None:
+        kind = _kind_of(container)
+        self._contents[kind].add(container, _content_restorer(container))
+
     def _remember_container(self, value: Any) -> Iterable[Any]:
-        self._undo.append(_content_restorer(value))
+        self._remember_content(value)
         return [*value, *self._remember_attributes(value)]
 
     def _remember_dict(self, value: dict[Any, Any]) -> Iterable[Any]:
-        self._undo.append(_content_restorer(value))
-        for key, held in value.items():
+        self._remember_content(value)
+        # A subclass may load or compute what it gives.
+        kind = _kind_of(value)
+        for key, held in kind.items(value):
             if isinstance(held, _CACHE):
                 self._note_cache(held, functools.partial(value.__setitem__, key))
-        return [*value.keys(), *value.values(), *self._remember_attributes(value)]
+        return [*kind.keys(value), *kind.values(value), *self._remember_attributes(value)]
 
     def _remember_attributes(self, value: Any) -> Iterable[Any]:
         """Remember an object's class and attributes, unless another library keeps them to itself."""
@@ -179,8 +205,12 @@ class Snapshot:
             elif isinstance(held, property):
                 self._note_cache(held.fget, functools.partial(_put_wrapped, put, held.getter))
         attributes = {name: vars(cls)[name] for name in names}
-        self._undo.append(functools.partial(_restore_class_attributes, cls, attributes))
-        return [*vars(cls).values(), *cls.__bases__]
+        undo = functools.partial(_restore_class_attributes, cls, attributes)
+        self._attributes.add(vars(cls), undo)
+        # Of what has a special name only methods: annotations and the fields of a dataclass lead into
+        # the whole package, and no call changes them.
+        methods = (value for value in vars(cls).values() if isinstance(value, FunctionType))
+        return [*attributes.values(), *methods, *cls.__bases__]
 
     def _remember_function(self, function: FunctionType) -> Iterable[Any]:
         """Remember what a function keeps between its calls, and the globals that it names."""
@@ -189,13 +219,15 @@ class Snapshot:
         held: list[Any] = [function.__defaults__, function.__kwdefaults__, vars(function)]
         held.append(getattr(function, "__wrapped__", None))
         names = _names_in(function.__code__)
-        namespaces = [function.__globals__]
-        for name in names:
-            module = function.__globals__.get(name)
+        variables = function.__globals__
+        for name in names & variables.keys():
+            module = variables[name]
             if isinstance(module, ModuleType) and _home(module) in self._packages:
-                namespaces.append(vars(module))
-        for namespace in namespaces:
-            held += self._remember_globals(namespace, names)
+                held += self._remember_globals(vars(module), names)
+        # Of the names that are no globals yet, most are attributes'.
+        held += self._remember_globals(
+            variables, names if _makes_globals(function.__code__) else names & variables.keys()
+        )
         for cell in function.__closure__ or ():
             held += self._remember_slot(cell, CellType.cell_contents)
         return held
@@ -206,7 +238,8 @@ class Snapshot:
         remembered.update(values)
         for name, value in values.items():
             self._note_cache(value, functools.partial(namespace.__setitem__, name))
-        self._undo.append(functools.partial(_restore_globals, namespace, values))
+            undo = functools.partial(_restore_global, namespace, name, value)
+            self._variables.add((namespace, name), undo)
         return [value for value in values.values() if value is not _ABSENT]
 
     def _remember_slot(self, value: Any, slot: Any) -> list[Any]:
@@ -257,6 +290,13 @@ def _names_in(code: Any) -> set[str]:
     return names
 
 
+def _makes_globals(code: Any) -> bool:
+    """Whether a function, or one inside it, assigns to a global."""
+    inside = (constant for constant in code.co_consts if hasattr(constant, "co_code"))
+    # Each second byte is an instruction.
+    return _STORE_GLOBAL in code.co_code[::2] or any(map(_makes_globals, inside))
+
+
 def _tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
     """Remember a tensor: its class, where its values lie, and, if they may be written to, the
     values, on the CPU.
@@ -298,14 +338,13 @@ def _restore_class(value: Any, cls: type) -> None:
 
 def _content_restorer(container: Any) -> Callable[[], None]:
     """Remember what a container holds, and in which order."""
-    kinds = (OrderedDict, dict, list, set, deque, bytearray)
-    kind: Any = next(kind for kind in kinds if isinstance(container, kind))
+    kind = _kind_of(container)
     size = len(container)
-    items = [*_items(container)]
+    items = [*_READERS[kind]([container])]
 
     def restore() -> None:
         unchanged = len(container) == size
-        if unchanged and (not size or all(map(operator.is_, _items(container), items))):
+        if unchanged and all(map(operator.is_, _READERS[kind]([container]), items)):
             return
         kind.clear(container)
         if isinstance(container, dict):
@@ -318,12 +357,68 @@ def _content_restorer(container: Any) -> Callable[[], None]:
     return restore
 
 
-def _items(container: Any) -> Iterable[Any]:
-    """What a container holds; of a dict first the keys, then the values."""
-    if not isinstance(container, dict):
-        return container
-    kind = OrderedDict if isinstance(container, OrderedDict) else dict
-    return chain(kind.keys(container), kind.values(container))
+def _kind_of(container: Any) -> Any:
+    return next(kind for kind in _READERS if isinstance(container, kind))
+
+
+class _Places:
+    """Places of one kind that hold values: all are compared at once, and each is put back only if one
+    of them differs.
+
+    Args:
+        read: Gives what places hold, in a fixed order.
+    """
+
+    def __init__(self, read: Callable[[list[Any]], Iterable[Any]]) -> None:
+        self._read = read
+        self._places: list[Any] = []
+        self._undo: list[Callable[[], Any]] = []
+        self._held: list[Any] = []
+        self._sizes: list[int] = []
+
+    def add(self, place: Any, undo: Callable[[], Any]) -> None:
+        """Add a place, and what puts back what it holds."""
+        self._places.append(place)
+        self._undo.append(undo)
+
+    def remember(self) -> None:
+        """Remember what all places hold."""
+        self._held = [*self._read(self._places)]
+        self._sizes = [*map(len, self._places)]
+
+    def restore(self) -> None:
+        """Put back what the places held."""
+        same_sizes = [*map(len, self._places)] == self._sizes
+        if same_sizes and all(map(operator.is_, self._read(self._places), self._held)):
+            return
+        for undo in self._undo:
+            undo()
+
+
+def _read_dicts(kind: Any) -> Callable[[list[Any]], Iterable[Any]]:
+    """Return what gives the keys, then the values, of dicts of a kind."""
+
+    def read(dicts: list[Any]) -> Iterable[Any]:
+        keys = chain.from_iterable(map(kind.keys, dicts))
+        return chain(keys, chain.from_iterable(map(kind.values, dicts)))
+
+    return read
+
+
+def _read_classes(attributes: list[Any]) -> Iterable[Any]:
+    return chain.from_iterable(map(MappingProxyType.values, attributes))
+
+
+def _read_globals(places: list[Any]) -> Iterable[Any]:
+    return (namespace.get(name, _ABSENT) for namespace, name in places)
+
+
+_READERS: dict[Any, Callable[[list[Any]], Iterable[Any]]] = {
+    OrderedDict: _read_dicts(OrderedDict),
+    dict: _read_dicts(dict),
+    **dict.fromkeys((list, set, deque, bytearray), chain.from_iterable),
+}
+"""What gives what containers hold, by their kind; of a dict the subclass comes first."""
 
 
 def _generator_restorer(generator: torch.Generator) -> Callable[[], Any]:
@@ -355,14 +450,13 @@ def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-def _restore_globals(namespace: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if namespace.get(name, _ABSENT) is value:
-            continue
-        if value is _ABSENT:
-            del namespace[name]
-        else:
-            namespace[name] = value
+def _restore_global(namespace: dict[str, Any], name: str, value: Any) -> None:
+    if namespace.get(name, _ABSENT) is value:
+        return
+    if value is _ABSENT:
+        del namespace[name]
+    else:
+        namespace[name] = value
 
 
 def _content(slot: Any, value: Any) -> Any:

@@ -1,0 +1,74 @@
+"""What a snapshot puts back, and what it looks at without touching it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.utils.snapshot import Snapshot
+
+counter: Any
+
+
+class Lazy(dict[str, Any]):
+    """Computes what it gives, as transformers' table of configurations imports it."""
+
+    loads = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.loads += 1
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.loads += 1
+        return super().items()
+
+    values = keys = items
+
+
+@dataclasses.dataclass
+class Settings:
+    table: Lazy
+    size: int = 4
+
+
+class Network(nn.Module):
+    made = 0
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings(Lazy(first=1))
+        self.one: dict[str, int] = {"moved": 1}
+        self.other: dict[str, int] = {}
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        global counter  # noqa: PLW0603
+        counter = 1
+        Network.made += 1
+        self.other["moved"] = self.one.pop("moved")
+        self.settings.size += 1
+        self.mean += 1
+        return x
+
+
+def test_everything_is_put_back_each_time() -> None:
+    network = Network()
+    snapshot = Snapshot(network)
+    for _ in range(2):
+        network(torch.ones(2))
+        assert (counter, Network.made) == (1, 1)
+        snapshot.restore()
+        assert "counter" not in globals()
+        assert (Network.made, network.settings.size) == (0, 4)
+        assert (network.one, network.other) == ({"moved": 1}, {})
+        assert network.mean.eq(0).all()
+
+
+def test_a_dict_that_computes_what_it_gives_is_left_alone() -> None:
+    network = Network()
+    Snapshot(network).restore()
+    assert network.settings.table.loads == 0
