@@ -307,7 +307,11 @@ class _Trial:
         return _Choice(self.judged(threshold, answers, len(constants)), errors, constants)
 
     def judged(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
-        """Return how answers of a network with some layers baked differ from its own."""
+        """Return how answers of a network with some layers baked differ from its own.
+
+        Raises:
+            RetrofitError: If the network itself answers all images alike.
+        """
         changes = []
         for expected, answer in zip(self._expected, answers, strict=True):
             spread = float((expected - expected.mean(0)).square().mean())

@@ -173,6 +173,7 @@ def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
     """
 
     def stop(_layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Raise _TookListError at a layer that gets a batch of both images."""
         if args and isinstance(args[0], Tensor) and args[0].ndim == 4 and len(args[0]) == 2:
             raise _TookListError
 

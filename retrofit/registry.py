@@ -187,7 +187,7 @@ def load_plugins() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()
-        # anything may come out of another package's code
+        # Another package's code may raise anything.
         except Exception as error:
             warnings.warn(
                 f"no targets of {point.value}: {one_line(error)}; mend or uninstall that package",

@@ -50,6 +50,11 @@ if TYPE_CHECKING:
 @options.architecture
 @options.json
 def command(model: str, against: str | None, **given: Any) -> None:
+    """Measure time and memory.
+
+    Raises:
+        UsageError: If the two are the same, or a network and an exported file.
+    """
     are_files = {Path(name).suffix == ".onnx" for name in (model, against) if name is not None}
     if len(are_files) == 2:
         raise UsageError(

@@ -71,6 +71,12 @@ _ADVICE = (
 @options.force
 @options.json
 def command(model: str, to: str | None, output: Path | None, force: bool, **given: Any) -> None:
+    """Convert a network and write the artifact.
+
+    Raises:
+        RetrofitError: If the converted network is not the same function.
+        UsageError: If no target is given.
+    """
     if to is None:
         for line in _ADVICE:
             say(line)
@@ -105,10 +111,10 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **give
         say(f"note: the file is {note}")
     say_written(output)
     own = source.library == "own"
+    # `evaluate` and `finetune` take networks that classify, no others.
     if report.classifies:
         whose = f" --network {source}" if own else ""
         say(f"next: retrofit evaluate {shlex.quote(str(output))}{whose} --data-dir DIR")
-    # evaluate and finetune know classes alone
     else:
         into = ", into=YOUR_NETWORK" if own else ""
         say(

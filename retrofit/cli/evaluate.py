@@ -62,6 +62,11 @@ _AS_IT_IS = (
 @options.architecture
 @options.json
 def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: Any) -> None:
+    """Measure accuracy.
+
+    Raises:
+        UsageError: If `--runtime` is given for a network that is no exported file.
+    """
     from retrofit.attack import attack_on
     from retrofit.cli.network import open_data, open_network, placement, taken
     from retrofit.evaluation import ExportedFile, evaluate, open_exported

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from retrofit.export.request import Precision
 
 
-# to fit on, and to check on: half each
+# Half of these images fit the approximation, the other half check it.
 _IMAGES = 256
 
 
@@ -85,6 +85,12 @@ def command(
     force: bool,
     **requested: Any,
 ) -> None:
+    """Write a network as ONNX.
+
+    Raises:
+        UsageError: If two precisions are asked for.
+        ComparisonError: If the exported network is not the same function.
+    """
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
     from retrofit.compare import ComparisonError

@@ -231,6 +231,11 @@ def _signals() -> Iterator[list[int]]:
     received: list[int] = []
 
     def handle(number: int, _frame: Any) -> None:
+        """Note the first signal.
+
+        Raises:
+            KeyboardInterrupt: At the second.
+        """
         if received:
             raise KeyboardInterrupt
         received.append(number)

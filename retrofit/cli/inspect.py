@@ -30,6 +30,8 @@ from retrofit.registry import TARGETS
 from retrofit.utils.text import ROOT, plural
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from retrofit.surgery.families import NormLayer
 
 
@@ -43,64 +45,86 @@ if TYPE_CHECKING:
 @options.option("--full", "List every layer on its own line.", bool)
 @options.json
 def command(model: str, to: str | None, full: bool, **given: Any) -> None:
+    """List the normalization layers, and what a conversion would do to them.
+
+    Raises:
+        UsageError: If options of a conversion are given without a target.
+    """
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
     from retrofit.networks.models import open_model
     from retrofit.surgery.families import find_norms, functional_norms
 
-    # the others are a conversion's
-    own = taken(given, open_model)
-    if to is None and (flags := [name for name, value in given.items() if value not in (None, ())]):
+    opening = taken(given, open_model)
+    # What is left are the options of a conversion.
+    flags = [name for name, value in given.items() if value not in (None, ())]
+    if to is None and flags:
         raise UsageError(f"`{flags[0]}` belongs to a conversion; give --to TARGET too")
-    network = open_model(model, **own)
+    network = open_model(model, **opening)
     norms = list(find_norms(network.model))
     rows = [_row(norm) for norm in norms]
-    counts = dict(Counter(row["source"] for row in rows))
     functional = functional_norms(network.model, norms)
     answer: dict[str, Any] = {
         "schema": 1,
         "model": network.source.name,
         "library": network.source.library,
+        "layers": rows,
+        "counts": dict(Counter(row["source"] for row in rows)),
+        "functional": functional,
     }
-    answer |= {"layers": rows, "counts": counts, "functional": functional}
-    if to is not None:
+    if to is None:
+        _show_layers(rows, full)
+    else:
         read_calibration(given, network)
         plan = surgery.plan(network.model, to, **given)
         show_plan(plan, full)
         say(", ".join(f"{count} {status}" for status, count in plan.counts.items()))
         answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
-    else:
-        if full:
-            show_lines(
-                [
-                    (row["name"] or ROOT, row["source"], row["family"] or "", row["reason"])
-                    for row in rows
-                ]
-            )
-        else:
-            _show_census(rows)
-        say(
-            f"{plural(len(rows), 'normalization layer')}; add --to TARGET to see what becomes of them"
-        )
     for sentence in functional:
         say(f"note: {sentence}")
     emit(answer)
+
+
+def _show_layers(rows: list[dict[str, Any]], full: bool) -> None:
+    if full:
+        show_lines(
+            [
+                (row["name"] or ROOT, row["source"], row["family"] or "", row["reason"])
+                for row in rows
+            ]
+        )
+    else:
+        _show_census(rows)
+    total = plural(len(rows), "normalization layer")
+    say(f"{total}; add --to TARGET to see what becomes of them")
 
 
 def _row(layer: "NormLayer") -> dict[str, Any]:
     """Return what --json says about a layer; `channels` is the size of the axis that affine
     parameters run along.
     """
-    sizes = (
-        getattr(layer.module, name, None)
-        for name in ("num_features", "num_channels", "normalized_shape")
-    )
-    size = next((size for size in sizes if size is not None), None)
-    channels = size if size is None or isinstance(size, int) else int(size[-1])
-    row = {"name": layer.name, "source": layer.label, "family": layer.family, "channels": channels}
+    row: dict[str, Any] = {
+        "name": layer.name,
+        "source": layer.label,
+        "family": layer.family,
+        "channels": _channels(layer.module),
+        "status": layer.status,
+        "reason": layer.reason,
+    }
     strength = getattr(layer.module, "strength", None)
-    stands = {} if strength is None else {"strength": float(strength)}
-    return {**row, "status": layer.status, "reason": layer.reason, **stands}
+    if strength is not None:
+        row["strength"] = float(strength)
+    return row
+
+
+def _channels(module: "nn.Module") -> int | None:
+    for name in ("num_features", "num_channels", "normalized_shape"):
+        size = getattr(module, name, None)
+        if isinstance(size, int):
+            return size
+        if size is not None:
+            return int(size[-1])
+    return None
 
 
 def _show_census(rows: list[dict[str, Any]]) -> None:

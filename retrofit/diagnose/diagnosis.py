@@ -158,54 +158,80 @@ def diagnose(
     every_probe, unmeasured = probes(model)
     if not len(batches):
         raise RetrofitError("there are no images to measure on; give some")
-    device = device_of(model)
-    first = next(iter(batches))[0].to(device)
-
-    def passed_over(stage: str) -> Iterator[Batch]:
-        for pixels, labels in _reported(stage, batches, progress):
-            yield pixels.to(device), labels
-
+    passes = _Passes(batches, device_of(model), progress)
     with evaluating(model):
-        measured, rowless = _split_by_rows(model, every_probe, first[:1])
+        measured, rowless = _split_by_rows(model, every_probe, passes.first[:1])
         every = math.ceil(len(batches) / plotted)
         observers = [_Observer(probe, channels, seed, every) for probe in measured]
         _follow_activations(model, observers)
-        images, answers = _observe(model, observers, passed_over("layers"))
+        images, answers = _observe(model, observers, passes.over("layers"))
         called = [observer for observer in observers if observer.seen]
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
-        lambdas = lambda_values(model, first)
-        layers = [
-            observer.result(lambdas.get(observer.probe.name))
-            for observer in _reported("statistics", called, progress)
-        ]
-        live = [observer.probe for observer in called]
-        sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
-        pixels = _first_images(batches, len(first)).to(device)
-        noise = [
-            attenuation(model, live, source, pixels, seed)
-            for source in _reported("noise", sources, progress)
-        ]
+        layers = _results(called, lambda_values(model, passes.first), progress)
+        noise = _follow_noise(model, [observer.probe for observer in called], passes, seed)
         under_noise: list[InputNoise] = []
         attacked = None
         if answers:
-            under_noise = input_noise(model, passed_over("input noise"), answers, seed)
+            under_noise = input_noise(model, passes.over("input noise"), answers, seed)
         if answers and attack is not None:
-            attacked = under_attack(model, passed_over("attack"), answers, attack)
+            attacked = under_attack(model, passes.over("attack"), answers, attack)
     return Diagnosis(
         images=images,
-        layers=tuple(layers),
-        noise=tuple(followed for followed in noise if followed.errors),
+        layers=layers,
+        noise=noise,
         input_noise=tuple(under_noise),
         unmeasured=(*unmeasured, *rowless),
         attack=attacked,
     )
 
 
-def _first_images(batches: Batches, batch_size: int) -> Tensor:
-    """Return the images, (N, C, H, W), that noise is followed on."""
-    few = math.ceil(_NOISE_IMAGES / batch_size)
-    return torch.cat([pixels for pixels, _ in islice(batches, few)])[:_NOISE_IMAGES]
+class _Passes:
+    """Passes over the images, on the network's device.
+
+    Attributes:
+        first: The images of the first batch, (N, C, H, W).
+        progress: Gets (done, in all, what) during each pass.
+    """
+
+    def __init__(self, batches: Batches, device: torch.device, progress: Progress | None) -> None:
+        self.first = next(iter(batches))[0].to(device)
+        self.progress = progress
+        self._batches = batches
+        self._device = device
+
+    def over(self, stage: str) -> Iterator[Batch]:
+        """Pass over all batches."""
+        for pixels, labels in _reported(stage, self._batches, self.progress):
+            yield pixels.to(self._device), labels
+
+    def first_images(self, images: int) -> Tensor:
+        """Return the first images of all, (N, C, H, W)."""
+        few = math.ceil(images / len(self.first))
+        pixels = torch.cat([pixels for pixels, _ in islice(self._batches, few)])
+        return pixels[:images].to(self._device)
+
+
+def _results(
+    observers: "list[_Observer]", lambdas: dict[str, Tensor], progress: Progress | None
+) -> tuple[Layer, ...]:
+    return tuple(
+        observer.result(lambdas.get(observer.probe.name))
+        for observer in _reported("statistics", observers, progress)
+    )
+
+
+def _follow_noise(
+    model: nn.Module, live: list[Probe], passes: _Passes, seed: int
+) -> tuple[Attenuation, ...]:
+    """Return where noise goes that is injected at some of the layers, evenly spread."""
+    sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
+    pixels = passes.first_images(_NOISE_IMAGES)
+    followed = (
+        attenuation(model, live, source, pixels, seed)
+        for source in _reported("noise", sources, passes.progress)
+    )
+    return tuple(noise for noise in followed if noise.errors)
 
 
 def _split_by_rows(

@@ -202,7 +202,7 @@ def _exported(
                 net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
             )
             return exported.run_decompositions({}) if functional else exported
-    # torch.export raises anything that the network's code does
+    # Capturing runs the network's code, which may raise anything.
     except Exception as error:
         raise RetrofitError(
             f"torch.export cannot capture the network ({cause_of(error)})"

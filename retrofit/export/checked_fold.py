@@ -48,7 +48,7 @@ def checked_fold(request: Request) -> FoldedNetwork:
         batch=request.batch,
         dynamic_size=request.dynamic_size,
         lambdas=_mean_lambdas(network, request.fitted) if request.freeze_lambda else {},
-        # Those are compared by their parts
+        # Detectors are compared part by part.
         is_detector=any(part.stage for part in reference.parts),
     )
     fits: Mapping[Node, Fit] = {}
@@ -94,7 +94,7 @@ def _refuse_fixed_batch(program: Program, reference: Reference) -> None:
         try:
             with torch.no_grad():
                 call.on(program.module)
-        # torch.export's guards, or the network's own code
+        # A guard of torch.export or the network's own code may raise anything.
         except Exception as error:
             raise RetrofitError(
                 f"captured with {captured} samples, the network does not take {call.batch}; fix "

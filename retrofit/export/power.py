@@ -109,7 +109,7 @@ class Transform:
         is_logarithm = self.lmbda == 0
         ratio = -self.beta / torch.where(self.gamma > 0, self.gamma, 1.0)
         divisor = torch.where(is_logarithm, 1.0, self.lmbda)
-        # log(1 + h0), where h0 is the zero of the function
+        # The root is log(1 + h0), where h0 is the zero of the function.
         root = torch.where(is_logarithm, ratio, torch.log1p(self.lmbda * ratio) / divisor)
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)

@@ -12,7 +12,7 @@ from retrofit.errors import RetrofitError
 from retrofit.inputs import Call
 from retrofit.utils.text import one_line, shown
 
-# torch's name of the conditions that it captured a network under
+# torch's name of the submodule that checks the conditions of the capture.
 GUARDS = "_guards_fn"
 _AGAIN = "fold it again with example `inputs` like those of this call"
 

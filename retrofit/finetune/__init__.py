@@ -2,6 +2,5 @@
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(
-    __name__, __file__
-)  # a schedule alone needs no timm
+# Lazy: a schedule alone needs no timm.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

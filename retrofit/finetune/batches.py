@@ -207,14 +207,14 @@ class _HostBatches:
         self.unreadable: list[str] = []
         self._loader = DataLoader(
             images,
-            # It does not hold the loader: workers end when nothing does.
+            # The order does not hold the loader: workers end when nothing holds it.
             batch_sampler=order,
             num_workers=recipe.workers,
             worker_init_fn=heed_no_signals,
             persistent_workers=recipe.workers > 0,
             pin_memory=device.type == "cuda",
             collate_fn=_channels_last_batch if recipe.channels_last else _batch,
-            # The loader draws from it, and not from the one that the network draws from.
+            # A generator of its own, so that the loader takes nothing from the network's.
             generator=torch.Generator(),
         )
 

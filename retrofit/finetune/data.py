@@ -175,7 +175,7 @@ class Part(Dataset[Any]):
         self.images = copy.copy(images)
         self.images.transform = _IDENTITY
         self.indices = range(len(images)) if indices is None else indices
-        # timm's create_loader sets another.
+        # timm's create_loader replaces this attribute.
         self.transform = transform
 
     def __len__(self) -> int:

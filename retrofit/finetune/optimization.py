@@ -13,7 +13,7 @@ from retrofit.layers import ProxyNorm
 from retrofit.layers.frozen_batch_norm import TrainedAffine
 from retrofit.utils.text import one_line
 
-# torch's own: one pass over the weights, and a flag to leave a step out.
+# Optimizers whose fused form of torch walks over the weights once and can leave a step out.
 _FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")
 
 
@@ -103,7 +103,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_
     """Build the recipe's schedule of the learning rate; `step_update(steps done)` moves it. None: a
     constant rate.
     """
-    # timm reads its own settings, whose names a recipe has.
+    # timm reads these settings from its own command line's names, which a recipe shares.
     options = scheduler_kwargs(recipe)
     options["warmup_epochs"] = recipe.warmup
     options["warmup_lr"] = min(recipe.warmup_lr, recipe.lr)

@@ -125,7 +125,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
     with atomic_write(last, force=True) as temporary:
         try:
             torch.save({"schema": SCHEMA, **state}, temporary)
-        # torch's writer reports a full disk so
+        # torch's writer reports a full disk as a RuntimeError.
         except RuntimeError as error:
             problem = f"cannot write the state {last} ({one_line(error)})"
             raise RetrofitError(f"{problem}; free space, then go on with `resume`") from error
@@ -145,7 +145,7 @@ def load_state(folder: Path) -> dict[str, Any]:
             continue
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        # torch raises anything on a damaged file
+        # torch.load raises anything on a damaged file.
         except Exception as error:
             reason = f"{path.name}: {one_line(error)}"
             continue

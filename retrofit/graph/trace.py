@@ -109,6 +109,11 @@ class Tracer(fx.Tracer):
         return _Value(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
+        """Decide a branch on a value; the other decision is left for a further trace.
+
+        Raises:
+            TraceError: If the code branches on values too often.
+        """
         allowed = _only_allowed(_callers())
         if allowed is not None:
             return allowed

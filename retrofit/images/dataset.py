@@ -48,7 +48,7 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
     the target -1 - index; `unreadable` turns such a target back into a file name.
     """
 
-    # timm's create_loader sets it.
+    # timm's create_loader sets this attribute.
     transform: Callable[[Image.Image], Any]
     # As torchvision's datasets have it.
     target_transform: Callable[[int], int] | None = None
@@ -350,7 +350,7 @@ def _named(
         ) from error
     if isinstance(images, ImageDataset):
         return ImageData(LabelledImages(images.reader, mode))
-    # torchvision's.
+    # torchvision's datasets name their classes, in order.
     classes = getattr(images, "classes", None)
     if isinstance(classes, list | tuple):
         return _of_classes(images, [str(name) for name in classes])

@@ -21,7 +21,7 @@ _SUFFIXES = (
 )
 # fmt: on
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-# gzip, bzip2, xz, zstd
+# First bytes of gzip, bzip2, xz and zstd files.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 # Folders below the root, and tars inside a tar: far more than data has, far fewer than Python's
 # recursion limit.

@@ -279,6 +279,7 @@ def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     counts = dict.fromkeys(most, 0)
 
     def count(_parent: nn.Module, _name: str, child: nn.Module | Tensor | None) -> None:
+        """Count what a builder registers; raise TooLargeError beyond the most."""
         if isinstance(child, Tensor):
             counts["tensors"] += 1
             counts["elements"] += child.numel()

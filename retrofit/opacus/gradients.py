@@ -30,7 +30,7 @@ def _per_sample_gradients(
     trained = {
         name: parameter
         for name, parameter in run.named_parameters()
-        # Opacus asks a child for its own.
+        # Opacus asks each child for the gradients of its own parameters.
         if parameter.requires_grad and "." not in name.removeprefix(f"{_NORM}.")
     }
     tensors = dict([*run.named_parameters(), *run.named_buffers()])

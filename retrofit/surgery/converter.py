@@ -27,7 +27,7 @@ _MODULE_STATE = {
     "_non_persistent_buffers_set",
     "_compiled_call_impl",
 }
-# options of our layers, which the plan settles
+# Options of our own layers: the plan settles them, `adopt` leaves them alone.
 _OPTIONS = {"alpha", "group_size", "noise", "noise_kind", "strength"}
 
 
@@ -61,7 +61,11 @@ class Converter(ABC):
         return [self.decide(layer, options) for layer in layers], (), None
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
-        """Decide the fate of one layer, if the rest of the network does not matter."""
+        """Decide the fate of one layer, if the rest of the network does not matter.
+
+        Raises:
+            NotImplementedError: If a converter defines neither this nor `plan`.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -157,7 +161,7 @@ def adopt(new: nn.Module, old: Any) -> Any:
     """
     for store in ("_parameters", "_buffers", "_modules"):
         getattr(new, store).update(getattr(old, store))
-    # a frozen layer's constants
+    # Constants of a frozen source, which are buffers, become parameters of a layer that trains them.
     for name in new._parameters.keys() & new._buffers.keys():
         value = new._buffers.pop(name)
         new._parameters[name] = None if value is None else nn.Parameter(value)

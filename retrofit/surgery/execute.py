@@ -218,7 +218,7 @@ def unchanged_on_failure(
                 table.clear()
                 table.update(entries)
             if isinstance(module, fx.GraphModule):
-                # its graph is an attribute, the code made of it is not
+                # The graph was put back as an attribute; its code is generated from it.
                 module.recompile()
         put_back(values)
         raise

@@ -55,7 +55,7 @@ _CLASSES: dict[str, dict[str, str]] = {
         "retrofit.layers.frozen_batch_norm": "FrozenBatchNorm FrozenBatchNormAct",
     },
 }
-# the family of every class that a converter may take
+# The family of every class that a converter may take.
 KNOWN: dict[str, str] = {
     f"{module}.{name}": family
     for family, modules in _CLASSES.items()
@@ -64,7 +64,7 @@ KNOWN: dict[str, str] = {
 }
 
 _FUSED = "a normalization fused with its activation, which leaves nothing between the two"
-# names of classes that no conversion takes, and why
+# Patterns of class names that no conversion takes, and why.
 UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"^Lazy(Batch|Instance)Norm", "not initialised yet; run one forward pass and convert again"),
     (
@@ -89,21 +89,18 @@ _NAMED_NORM = re.compile(r"(Norm|BN|EvoNorm\w*)(_?\d?[dD])?(NoBias|Act|Fp32|\d[d
 class NormLayer:
     """A normalization layer as found in a network."""
 
-    # dotted; empty for the root. A module with several names is found under each.
+    # Dotted; empty for the root. A module with several names is found under each.
     name: str
     module: nn.Module
-    # full name of its class, or of the known class that it is proved to compute
+    # Full name of its class, or of the known class that it is proved to compute.
     kind: str
-    # a key of `FAMILIES`
+    # A key of `FAMILIES`.
     family: str | None
-    status: Literal[
-        "known", "kept", "unsupported"
-    ]  # "known": a converter may take it; else none does, for `reason`
+    # "known": a converter may take it; else none does, for `reason`.
+    status: Literal["known", "kept", "unsupported"]
     reason: str = ""
-    formula: Formula | None = (
-        # the proof that it computes what `kind` does; None where it is of that class
-        None
-    )
+    # The proof that it computes what `kind` does; None where it is of that class.
+    formula: Formula | None = None
 
     @property
     def label(self) -> str:

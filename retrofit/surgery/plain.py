@@ -31,11 +31,8 @@ from retrofit.utils.running import copied
 from retrofit.utils.text import plural, shortlist
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_SETTING_UP = (
-    "init",
-    "reset_parameters",
-    "extra_repr",
-)  # in the names of methods that compute nothing
+# Parts of the names of methods that compute nothing.
+_SETTING_UP = ("init", "reset_parameters", "extra_repr")
 _ALL_CHILDREN = {"children", "named_children", "_modules", "get_submodule"}
 
 
@@ -165,8 +162,9 @@ def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
     """The plain form of a layer, of which constants go into the convolution that feeds it."""
     if feeder is None or not isinstance(layer, ConvertedLayer):
         return plain_layer(layer)
-    affine, new = layer.affine_map(), named_sequence(OrderedDict(), layer)
-    # group normalization behind the constants
+    affine = layer.affine_map()
+    new: nn.Module = named_sequence(OrderedDict(), layer)
+    # Constants that group normalization follows.
     if affine is None:
         affine, new = layer.plain_layer()
     assert affine is not None
@@ -260,7 +258,7 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     number.
     """
     place, (_, constants) = flow.places[node], flow.variables[node]
-    # a graph's code, which is written from the graph
+    # Code that fx generated from a graph has no source to read.
     if place.code is None:
         return True
     name, arguments = place.code.co_name, list[inspect.Parameter]()

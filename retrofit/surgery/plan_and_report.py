@@ -30,20 +30,18 @@ _FATES = {
 class LayerRow:
     """The fate of one normalization layer, under one of the names it goes by."""
 
-    # dotted; empty for the root module
+    # Dotted; empty for the root module.
     name: str
-    # class name of the layer as found
+    # Class name of the source layer.
     source: str
-    target: (
-        str | None
-    )  # class name of the layer that replaces it, None unless `status` is "converted"
-    # "converted", "kept" (by a rule) or "unsupported"
+    # Class name of the layer that replaces it; None unless `status` is "converted".
+    target: str | None
+    # "converted", "kept" (by a rule) or "unsupported".
     status: Status
-    # in words for the user; empty for a plain conversion
+    # In words for the user; empty for a plain conversion.
     reason: str = ""
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the target's constructor, as settled here (JSON values)
+    # Arguments of the target's constructor, as settled by the plan (JSON values).
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fate(self) -> str:
@@ -61,11 +59,11 @@ class EditRow(LayerRow):
     it becomes.
     """
 
-    # or "convolution"
+    # "activation" or "convolution".
     kind: str = "activation"
-    # name of the normalization layer it belongs to, if there is one
+    # Name of the normalization layer it belongs to, if there is one.
     norm: str = ""
-    # which of the places that call that layer it belongs to
+    # Index of the place, among those that call this layer, that it belongs to.
     place: int = 0
 
     @property
@@ -84,18 +82,15 @@ class Plan:
     changes nothing.
     """
 
-    # the target, e.g. "bnn"
+    # The target, e.g. "bnn".
     to: str
-    # in the model's order
+    # In the model's order.
     layers: tuple[LayerRow, ...]
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # the arguments that made the plan, for the record
-    edits: tuple[
-        EditRow, ...
-        # of activations and convolutions around the layers, for targets that touch them
-    ] = ()
-    # the module that names start from; empty for the network itself
+    # The arguments that made the plan, for the record.
+    options: dict[str, Any] = field(default_factory=dict)
+    # Edits of activations and convolutions around the layers, for targets that touch them.
+    edits: tuple[EditRow, ...] = ()
+    # The module that names start from; empty for the network itself.
     part: str = ""
 
     @property
@@ -181,25 +176,18 @@ class Report:
     plan: Plan
     params_before: int
     params_after: int
-    strength: (
-        float | None
-    )  # that the converted layers now have; None on the meta device, and where they have none
-    # further sentences for the user
+    # Strength of the converted layers; None on the meta device, and where they have none.
+    strength: float | None
+    # Further sentences for the user.
     notes: tuple[str, ...] = ()
-    check: Comparison | None = (
-        # of the network at strength 0 with its source; None where nothing was compared
-        None
-    )
-    # whether it is meant to be its source's function
+    # The network at strength 0 beside its source; None where nothing was compared.
+    check: Comparison | None = None
+    # Whether it is meant to be its source's function.
     identity: bool = True
-    classifies: bool | None = (
-        # whether it answers with scores of classes alone; None where it was not run
-        None
-    )
-    change: Comparison | None = (
-        # of the network at its strength with its source, where that was checked
-        None
-    )
+    # Whether it answers with scores of classes alone; None where it was not run.
+    classifies: bool | None = None
+    # The network at its strength beside its source, where that was checked.
+    change: Comparison | None = None
     # {"images", "same"}: on how many of the given images the class with the highest score stays the
     # same, at strength 1 where there is a strength; None without images, or for a network that
     # gives no scores

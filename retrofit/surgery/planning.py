@@ -23,7 +23,7 @@ from retrofit.utils.text import one_line, plural, shortlist
 Patterns = str | Iterable[str] | None
 Shapes = Mapping[str, Sequence[torch.Size]]
 
-# the target to try for a family
+# The target to suggest for a family.
 _USUAL = {
     "bn": "bnn",
     "ln": "lnn",
@@ -277,7 +277,7 @@ def _makes_constants(row: LayerRow, norm: NormLayer, shapes: Sequence[torch.Size
     """
     mean = getattr(norm.layer, "running_mean", None)
     if mean is None:
-        # a GroupNorm, which stays
+        # A GroupNorm keeps its groups.
         return False
     channels = len(mean)
     groups = row.options.get("num_groups", row.options.get("groups", channels))

@@ -147,7 +147,7 @@ def _unprovable(module: nn.Module) -> str:
         return "it may exchange values with other processes, which no comparison shows"
     for name in _MODULE:
         if getattr(type(module), name) is not getattr(nn.Module, name):
-            # it may stay in evaluation, for example
+            # A `train` of its own, for example, may keep the module in evaluation.
             return f"it has a `{name}` of its own, which no comparison shows"
     return ""
 
@@ -308,9 +308,8 @@ def _same(
         vars(new).update(vars(layer), _buffers=buffers, _parameters=given, training=training)
         try:
             out = new.forward(inputs)
-        except (
-            Exception
-        ):  # anything may come out of a layer's own code; a known class may take more
+        # A layer's own code may raise anything, and a known class may take inputs that it refuses.
+        except Exception:
             return False if answers else None
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
         trained = [inputs, *(parameter for parameter in given.values() if parameter is not None)]
@@ -324,7 +323,7 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
         return one is other
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    # some classes compute in float32
+    # Some classes compute in float32 whatever they are given.
     share = 1e-4 if one.dtype == torch.float32 else 1e-5
     largest = float(other.detach().abs().nan_to_num(0, 0, 0).amax()) if other.numel() else 0.0
     return torch.allclose(

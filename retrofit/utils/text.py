@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-# the name of a model that is a layer
+# What the root is called where it is itself a layer.
 ROOT = "(the model itself)"
 
 
@@ -18,7 +18,7 @@ def printable(text: object, limit: int | None = None) -> str:
     ends.
     """
     said = str(text)
-    # it may be megabytes
+    # The text may be megabytes long: escape only what is kept.
     if limit is not None and len(said) > 2 * limit:
         said = said[:limit] + said[-limit:]
     said = "".join(
@@ -36,7 +36,7 @@ def shown(value: object, limit: int = 64) -> str:
     brief.maxstring = brief.maxother = limit
     try:
         return printable(brief.repr(value), limit)
-    # a number of thousands of digits
+    # Python refuses to print a number of thousands of digits.
     except ValueError:
         return f"a very large {type(value).__name__}"
 

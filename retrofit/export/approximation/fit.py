@@ -258,17 +258,17 @@ class LineFitter:
         knots = self._knots(size)
         is_line, slope, height = self._only_line(knots[:, :1])
         is_live = function.gamma[:, None] > 0
-        # m_0 ... m_K
+        # The slopes m_0 ... m_K of the segments.
         slopes = torch.where(is_line, slope, self._segments(knots)[0])
         slopes = slopes.maximum(_FLAT * slopes.amax(1, keepdim=True))
         slopes = torch.where(is_live, slopes, 1.0)
-        # m_k * (t_(k+1) - t_k); the first is y(t_1)
+        # What the function rises by in each segment, m_k * (t_(k+1) - t_k); the first is y(t_1).
         lifts = nn.functional.pad(slopes[:, 1:-1] * knots.diff(dim=1), (1, 0))
         offset = self._offset(knots, slopes, lifts.cumsum(1))
         lifts[:, :1] = torch.where(is_line, height, offset)
         constant = nn.functional.pad(function.beta[:, None], (0, size - 2))
         lifts = torch.where(is_live, lifts, constant)
-        # m_(k-1) / m_k
+        # The ratios of neighbouring slopes, m_(k-1) / m_k, which the PReLUs have.
         bends = slopes[:, :-1] / slopes[:, 1:]
         parts: list[nn.Module] = []
         for bend, lift in zip(bends.T.flip(0), lifts.T.flip(0), strict=True):

@@ -34,7 +34,7 @@ class WeightedSample:
     h: Tensor
     # (S,), about 1 together
     weight: Tensor
-    # so many were seen, the others behind them are guessed
+    # How many of the samples were seen; those behind them are guessed tails.
     seen: int
 
 

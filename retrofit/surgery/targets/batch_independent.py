@@ -43,7 +43,7 @@ from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.utils.running import evaluating, hooked, images_of, placement_of
 from retrofit.utils.text import plural, shortlist
 
-# largest relative change of a layer's output that `most_groups` accepts
+# Largest relative change of a layer's output that `most_groups` accepts
 _GROUP_TOLERANCE = 0.08
 _MOST_GROUPS = 32
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
@@ -59,13 +59,18 @@ class BatchIndependentConverter(Converter):
     changes_sets = True
 
     def __init__(self, groups: int, proxy: bool) -> None:
-        # the most that a layer gets unless the caller says otherwise
+        # The most groups that a layer gets, unless the caller says otherwise.
         self.groups = groups
         self.takes_activations = proxy
 
     def plan(
         self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
     ) -> Decisions:
+        """Decide the fate of each layer, and of what lies around it.
+
+        Raises:
+            UsageError: If options mean nothing here, or `groups="auto"` lacks images.
+        """
         self._check(layers, options)
         measured: dict[str, tuple[int, str]] = {}
         if options.groups == "auto":
@@ -202,10 +207,13 @@ class BatchIndependentConverter(Converter):
             or not isinstance(bias, Tensor)
         ):
             return False
-        # none without ProxyNorm
-        own = [site for site in sites.sites if site.norm == layer.name]
-        last = any(site.activation is None and site.owner_type in _MBCONV for site in own)
-        return last and not bias.is_meta and not bias.any()
+        # Without ProxyNorm no sites were looked for, and no layer is the last of its block.
+        is_last = any(
+            site.activation is None and site.owner_type in _MBCONV
+            for site in sites.sites
+            if site.norm == layer.name
+        )
+        return is_last and not bias.is_meta and not bias.any()
 
 
 def _restores(options: ConversionOptions) -> bool:
@@ -318,7 +326,7 @@ def _plan_convolutions(
     norms = [name for name, module in model.named_modules() if module in layers]
     traced = Flows(model, lambda module: classify("", module) is not None)
     rows = []
-    # of the norms
+    # How many of the norms come before the module at hand.
     passed = 0
     for name, module in model.named_modules():
         passed += name in norms
@@ -326,7 +334,7 @@ def _plan_convolutions(
             continue
         own = traced.calls[module]
         reason = _hindrance(module, own, module in traced.read)
-        # where only the whole network holds any norm, the next one stands for the block's
+        # Where only the whole network holds any norm, the next one stands for the block's.
         if converted.isdisjoint(
             _norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]
         ):

@@ -16,7 +16,7 @@ from retrofit.errors import RetrofitError
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
-from retrofit.layers.forms import GroupConvolution, channel_form, channel_view
+from retrofit.layers.forms import GroupConvolution, channel_form
 from retrofit.layers.frozen_batch_norm import of_one_type
 from retrofit.layers.kernels.eager import affine, compute_dtype
 from retrofit.layers.normality_norm import Statistics, memory_format_of
@@ -66,10 +66,11 @@ class _InverseSquareRoot(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         matrix, vectors, roots = ctx.saved_tensors
-        # which may want a further derivative, through the eigenvectors
+        # functorch may differentiate this backward too, through the eigenvectors.
         if transformed():
             vectors, roots = _eigen(matrix, ctx.floor)
-        a, b = roots.unsqueeze(-1), roots.unsqueeze(-2)
+        a = roots.unsqueeze(-1)
+        b = roots.unsqueeze(-2)
         inner = vectors.mT @ ((grads[0] + grads[0].mT) / 2) @ vectors
         return vectors @ (inner / (-a * b * (a + b))) @ vectors.mT, None
 
@@ -144,6 +145,11 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             self.running_covariance, self.running_whitening = self._uncorrelated(self.running_var)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Center, multiply by the matrices of the batch or the running ones, apply gamma and beta.
+
+        Raises:
+            ValueError: If a batch to estimate on has one value per channel.
+        """
         self._check_input_dim(x)
         batch = self.training or self.running_mean is None
         if batch and x.numel() == x.shape[1]:
@@ -151,39 +157,48 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
         if x.numel() == 0:
-            return affine(
-                x * 1.0,
-                *(None if p is None else channel_view(p, x) for p in (self.weight, self.bias)),
-            )
-        followed = torch.compiler.is_compiling() or transformed() or x.is_meta
-        mean, var = self.running_mean, self.running_var
-        if not (batch or followed or mean is None or var is None) and bool(self.strength == 0):
-            constants = of_one_type(x, mean, var, self.weight, self.bias)
+            return affine(x * 1.0, *self._gamma_and_beta(-1, *(1,) * (x.ndim - 2)))
+        if not batch and self._is_batch_norm(x):
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
             return functional.batch_norm(x, *constants, eps=self._eps)
+        positions = x.numel() // x.shape[1]
         with torch.autocast(x.device.type, enabled=False):
-            rows = (
-                x.to(compute_dtype(x))
-                .movedim(1, 0)
-                .reshape(-1, self.group_size, x.numel() // x.shape[1])
-            )
-            if self.running_mean is None or batch:
-                mean = rows.mean(-1, True)
-                centred = rows - mean
-                covariance = centred @ centred.mT / rows.shape[-1]
-                var = covariance.diagonal(dim1=-2, dim2=-1)
-                y, lmbda = self._transform(
-                    self._mixed(var, self._root(covariance)) @ centred, batch
-                )
-                if self.training and self.track_running_stats:
-                    self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
-            else:
-                centred = rows - self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
-                y, _ = self._transform(self.running_matrix(rows.dtype) @ centred, batch)
-            out = affine(
-                y, *(None if p is None else p.view(len(y), -1, 1) for p in (self.weight, self.bias))
-            )
+            by_channel = x.to(compute_dtype(x)).movedim(1, 0)
+            rows = by_channel.reshape(-1, self.group_size, positions)
+            y = self._by_batch(rows) if batch else self._by_running_statistics(rows)
+            out = affine(y, *self._gamma_and_beta(len(y), -1, 1))
             out = out.to(x.dtype).view(x.shape[1], x.shape[0], *x.shape[2:]).movedim(0, 1)
         return out.contiguous(memory_format=memory_format_of(x))
+
+    def _is_batch_norm(self, x: Tensor) -> bool:
+        """Whether the strength is 0 and its value may be read, as it may not under a tracer."""
+        if torch.compiler.is_compiling() or transformed() or x.is_meta:
+            return False
+        return bool(self.strength == 0)
+
+    def _gamma_and_beta(self, *shape: int) -> list[Tensor | None]:
+        return [None if p is None else p.view(shape) for p in (self.weight, self.bias)]
+
+    def _by_batch(self, rows: Tensor) -> Tensor:
+        """Whiten (groups, g, N * positions) by their own covariance; track it in training."""
+        mean = rows.mean(-1, True)
+        centred = rows - mean
+        covariance = centred @ centred.mT / rows.shape[-1]
+        var = covariance.diagonal(dim1=-2, dim2=-1)
+        matrix = self._mixed(var, self._root(covariance))
+        y, lmbda = self._transform(matrix @ centred, batch=True)
+        if self.training and self.track_running_stats:
+            self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
+        return y
+
+    def _by_running_statistics(self, rows: Tensor) -> Tensor:
+        """Multiply (groups, g, N * positions) by the running matrices."""
+        assert self.running_mean is not None
+        mean = self.running_mean.to(rows.dtype).view(-1, self.group_size, 1)
+        y, _ = self._transform(self.running_matrix(rows.dtype) @ (rows - mean), batch=False)
+        return y
 
     def running_matrix(self, dtype: torch.dtype) -> Tensor:
         """Return the matrices, (groups, g, g), that multiply centered values in evaluation."""
@@ -205,6 +220,11 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         )
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
+        """Return BatchNorm, which the layer is at strength 0.
+
+        Raises:
+            RetrofitError: If the strength is above 0.
+        """
         if float(self.strength) > 0:
             raise no_plain_layer(
                 "it whitens; set_strength(model, 0) leaves BatchNorm, export_onnx takes it as it is"
@@ -218,12 +238,16 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             )
         if self.channel_map() is not None:
             return super()._form()
-        matrix, constant = self.running_matrix(torch.float64), self._behind_whitening()
-        affine = constant.affine() if constant.is_affine else None
-        gamma, beta = affine or (torch.ones_like(constant.gamma), torch.zeros_like(constant.beta))
-        matrix = matrix * gamma.view(*matrix.shape[:2], 1)
-        shift = beta - (matrix @ self.running_mean.double().view(*matrix.shape[:2], 1)).flatten()
-        return [GroupConvolution(matrix, shift), *([] if affine else channel_form(constant)[1:])]
+        matrix = self.running_matrix(torch.float64)
+        column = *matrix.shape[:2], 1
+        mean = self.running_mean.double().view(column)
+        constant = self._behind_whitening()
+        if not constant.is_affine:
+            convolution = GroupConvolution(matrix, -(matrix @ mean).flatten())
+            return [convolution, *channel_form(constant)[1:]]
+        gamma, beta = constant.affine()
+        matrix = matrix * gamma.view(column)
+        return [GroupConvolution(matrix, beta - (matrix @ mean).flatten())]
 
     def _behind_whitening(self) -> ChannelMap:
         assert self.running_mean is not None
@@ -241,7 +265,8 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
 
     @torch.no_grad()
     def _track(self, statistics: Statistics, covariance: Tensor) -> None:
-        momentum, running = self._momentum(1), self.running_covariance
+        momentum = self._momentum(1)
+        running = self.running_covariance
         self._update(statistics, momentum)
         if running is not None and self.running_whitening is not None:
             unbiased = covariance * (statistics.size / (statistics.size - 1))
@@ -262,10 +287,8 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
 
     def _uncorrelated(self, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return covariances and roots, (groups, g, g) each, of channels of the given variance."""
-        shape = -1, self.group_size
-        return torch.diag_embed(var.view(shape)), torch.diag_embed(
-            torch.rsqrt(var + self._eps).view(shape)
-        )
+        var = var.view(-1, self.group_size)
+        return torch.diag_embed(var), torch.diag_embed(torch.rsqrt(var + self._eps))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Accept the source layer's checkpoint: with no whitening in it, that starts as BatchNorm's
@@ -317,7 +340,7 @@ class DecorrelatedConverter(NormalityConverter):
     strength 0.
     """
 
-    # what a class's name has where BatchNorm's has "BatchNorm"
+    # What stands in a class's name where BatchNorm's has "BatchNorm".
     replacement = "DecorrelatedBatchNorm"
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
@@ -338,7 +361,7 @@ class DecorrelatedConverter(NormalityConverter):
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> Any:
         new = super().build(module, row, device)
-        # by the source's running variance
+        # The source's running variance is adopted only now.
         new.reset_running_whitening()
         return new
 

@@ -15,9 +15,9 @@ from retrofit.surgery.converter import group_count
 from retrofit.surgery.families import NormLayer
 from retrofit.surgery.targets.fused_layers import FusedConverter, TrainedBatchNorm
 
-# the paper's
+# The paper's number of groups.
 _GROUPS = 32
-# of a normal variable, uniform in probability
+# Samples of a normal variable, uniform in probability.
 _SAMPLES = 256
 
 

@@ -63,7 +63,7 @@ class FusedConverter(Converter):
     changes_sets = True
     takes_activations = True
 
-    # name of the class in `timm.layers`
+    # Name of the class in `timm.layers`.
     layer: str
 
     @abstractmethod
@@ -82,6 +82,11 @@ class FusedConverter(Converter):
     def plan(
         self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
     ) -> Decisions:
+        """Decide the fate of each layer together with its activation.
+
+        Raises:
+            UsageError: If `groups="auto"` is asked for.
+        """
         if options.groups == "auto":
             raise UsageError(
                 f"`groups='auto'` means nothing to {self.layer}; give a number or leave it out"

@@ -29,8 +29,8 @@ class NormalityConverter(Converter):
                 "unsupported",
                 f"{layer.family_name} has no function-preserving path to {self._counterparts()}",
             )
-        # timm's variants in float32, without a bias, or of one group are their class with other
-        # arguments
+        # timm's variants in float32, without a bias, or of one group are the plain class with
+        # other arguments.
         source = re.sub("Fp32|NoBias|Exp|(?<=GroupNorm)1", "", layer.known_class)
         cls = source.replace("Norm", "NormalNorm")
         return layer.row("converted", target=cls, **gaussianization(options))
