@@ -2,21 +2,23 @@
 come from and go.
 """
 
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.trace import Tracer, traced
+from retrofit.graph.channel_moves import listed, moved_channels
+from retrofit.graph.trace import BranchingPartsError, Tracer, call_name, reads_of_mode, traced
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
 # the kind of step that a function or method is, by its name
 _CALLS = {
-    "metadata": "shape ndim dtype device is_cuda requires_grad size dim numel stride assert",
+    "metadata": " ".join(kinds.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
     "shape": "view reshape reshape_as view_as flatten unflatten permute transpose movedim squeeze unsqueeze",
@@ -41,12 +43,6 @@ _TO_POOL = {"same", "shape", "concatenation", "constant"}
 # Steps inside a squeeze-excite, before and after the activation in question.
 _IN_GATE = {"same", "shape", "constant", "convolution", "linear", "norm", "activation", "addition"}
 _OUT_OF_GATE = {*_IN_GATE, "spread", "module"}
-
-
-def call_name(node: fx.Node) -> str:
-    """The bare name of the function or method that a node calls, e.g. "add" for `operator.add`."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.strip("_") + ("_" if name.endswith("_") and not name.startswith("_") else "")
 
 
 def reached(start: fx.Node, ahead: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
@@ -246,97 +242,22 @@ def _second_argument(node: fx.Node, name: str) -> Any:
 
 def _mean_step(dims: Any) -> str:
     """A mean is a pooling where it leaves the channels."""
-    kept = all(isinstance(dim, int) and dim != 1 for dim in _listed(dims))
+    kept = all(isinstance(dim, int) and dim != 1 for dim in listed(dims))
     return "pool" if kept else "call"
 
 
 def _pool_step(output_size: Any) -> str:
-    return "pool" if all(size == 1 for size in _listed(output_size)) else "window"
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    """What is given as a number, or as one for each dimension."""
-    return value if isinstance(value, (tuple, list)) else (value,)
-
-
-def moved_channels(node: fx.Node, dim: int) -> int | None:
-    """Return where a step puts the channels that it takes in dimension `dim`.
-
-    None says that the step does not move whole channels, or that it is unknown where to.
-    """
-    name = call_name(node)
-    args = node.args[1:]
-    if name in ("transpose", "swapaxes", "swapdims", "movedim"):
-        return _transposed(args, dim, both_ways=name != "movedim")
-    if name == "permute":
-        return _permuted(args, dim)
-    # Dimensions behind the channels, which stay where they are.
-    behind = dim == 1 and bool(args) and isinstance(args[0], int) and args[0] > 1
-    if name in {"flatten", "unsqueeze"}:
-        return dim if behind else None
-    if name in ("view", "reshape"):
-        return dim if dim == 1 and _keeps_two(node) else None
-    return None
-
-
-def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
-    if len(dims) != 2 or not all(isinstance(each, int) for each in dims):
-        return None
-    first, second = dims
-    if dim == first:
-        return int(second)
-    if dim == second and both_ways:
-        return int(first)
-    # One counted from the front and one from the end may be the same.
-    apart = both_ways and all((each < 0) == (dim < 0) for each in dims)
-    return dim if apart else None
-
-
-def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
-    order = _unpacked(args)
-    if not order or not all(isinstance(each, int) for each in order):
-        return None
-    rank = len(order)
-    moved = [each % rank for each in order].index(dim % rank)
-    return -1 if moved == rank - 1 else moved
-
-
-def _unpacked(args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments that are given one by one, or as one tuple."""
-    return _listed(args[0]) if len(args) == 1 else args
-
-
-def _keeps_two(node: fx.Node) -> bool:
-    """Whether a reshaping keeps the first two sizes of what it takes: images and channels."""
-    sizes = _unpacked(node.args[1:])
-    return len(sizes) > 1 and all(
-        _is_size(size, node.args[0], dim) for dim, size in enumerate(sizes[:2])
-    )
-
-
-def _is_size(size: Any, value: Any, dim: int) -> bool:
-    """Whether a node is the size of a value's dimension: `x.size(dim)`, or `x.shape[dim]`."""
-    if not isinstance(size, fx.Node):
-        return False
-    if call_name(size) == "size":
-        return size.args == (value, dim)
-    if call_name(size) != "getitem" or size.args[1] != dim:
-        return False
-    shape = size.args[0]
-    if not isinstance(shape, fx.Node):
-        return False
-    if call_name(shape) == "getattr":
-        return shape.args == (value, "shape")
-    return call_name(shape) == "size" and shape.args == (value,)
+    return "pool" if all(size == 1 for size in listed(output_size)) else "window"
 
 
 class Flows:
     """All paths through a model, and what is called, held, shared and read on them.
 
-    The model is traced in evaluation and in training or, where it cannot be, the largest parts of
-    it that can. Only parts that hold a norm asked for are traced. What fx cannot enter is a single
-    node of the graph that calls it, and has graphs of its own where it holds norms. It works on the
-    meta device and without input; the model is left as it was.
+    The model is traced in evaluation, and in training where that may differ; where it cannot be,
+    the largest parts of it that can. Only parts that hold a norm asked for are traced. What fx
+    cannot enter, and a part that branches often on values, is a single node of the graph that calls
+    it, and has graphs of its own where it holds norms. It works on the meta device and without
+    input; the model is left as it was.
     """
 
     def __init__(
@@ -347,18 +268,18 @@ class Flows:
         self.inside = {
             module: set(module.modules()) for module in self.names
         }  # what it holds, and itself
-        self.failures: dict[
-            nn.Module, str
-            # what could not be traced, with the reason in one line
-        ] = {}
-        self._traces: dict[
-            tuple[bool, nn.Module], list[Tracer]
-            # by whether in training, and the module
-        ] = {}
+        # What could not be traced, with the reason in one line.
+        self.failures: dict[nn.Module, str] = {}
+        # By whether in training, and the module.
+        self._traces: dict[tuple[bool, nn.Module], list[Tracer]] = defaultdict(list)
+        # Parts that are one step in what calls them, for the number of their branches.
+        self._branching: set[nn.Module] = set()
+        self._covered: set[nn.Module] = set()
         self._snapshot = Snapshot(model, traced=True)
         self._snapshot.empty_caches()
         try:
-            self._trace_all(model)
+            with reads_of_mode() as self._readers:
+                self._trace_all(model)
         finally:
             self._snapshot.restore()
         # evaluation's first
@@ -392,19 +313,76 @@ class Flows:
         self._cover(model)
 
     def _cover(self, module: nn.Module) -> None:
-        """Trace a module in both modes, and what it calls; its children where it cannot be traced."""
-        if module not in self.traceable or (False, module) in self._traces:
+        """Trace a module, and what it calls; its children where it cannot be traced."""
+        if module not in self.traceable or module in self._covered:
             return
+        self._covered.add(module)
+        self._trace(module, training=False)
+        if module not in self.failures and self._modes_differ(module):
+            self._trace(module, training=True)
         called: list[Any] = []
         for training in (False, True):
-            self._traces[training, module] = []
-            try:
-                paths = traced(module, training, self._leaves.__contains__, self._snapshot)
-                self._traces[training, module] = paths
-                called += [place.target for path in paths for place in path.places.values()]
-            # anything may come out of a model's own code
-            except Exception as error:
-                self.failures.setdefault(module, with_class(error).split(". ")[0])
-                called += module.children()
+            for path in self._traces[training, module]:
+                self._give_up_called_otherwise(path)
+                called += [place.target for place in path.places.values()]
+        if module in self.failures:
+            called += module.children()
         for part in called:
             self._cover(part)
+
+    def _give_up_called_otherwise(self, path: Tracer) -> None:
+        """Claim nothing of a branching part that gets other arguments than where it is traced."""
+        for node, place in path.places.items():
+            part = place.target
+            if part in self._branching and not _takes_defaults(part, node):
+                self._covered.add(part)
+                self._traces[False, part] = []
+                self._traces[True, part] = []
+                self.failures[part] = "it branches on values, and takes optional arguments"
+
+    def _trace(self, module: nn.Module, training: bool) -> None:
+        """Trace a module in one mode, or say why it cannot be."""
+        if not kinds.has_forward(module):
+            self.failures[module] = "it has no forward"
+            return
+        self._readers.clear()
+        try:
+            self._traces[training, module] = self._paths(module, training)
+        # anything may come out of a model's own code
+        except Exception as error:
+            self.failures[module] = with_class(error).split(". ")[0]
+
+    def _paths(self, module: nn.Module, training: bool) -> list[Tracer]:
+        """Trace a module; where its parts have many branches, each of them is one step."""
+        try:
+            return traced(module, training, self._leaves.__contains__, self._snapshot)
+        except BranchingPartsError as error:
+            self._branching |= error.parts
+            self._leaves |= error.parts
+            return self._paths(module, training)
+
+    def _modes_differ(self, module: nn.Module) -> bool:
+        """Whether the code of a module, which was traced in evaluation, may do something else in
+        training: it reads its mode, or a method of its own sets it.
+        """
+        if self._readers:
+            return True
+        return any(
+            getattr(type(part), name) is not getattr(nn.Module, name)
+            for part in self.inside[module]
+            for name in ("train", "eval", "training")
+        )
+
+
+def _takes_defaults(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a call gives values for a module's required arguments, and no others."""
+    signature = inspect.signature(module.forward)
+    arguments = signature.bind(*node.args, **node.kwargs).arguments
+    for name, value in arguments.items():
+        default = signature.parameters[name].default
+        as_alone = value is default
+        if default is inspect.Parameter.empty:
+            as_alone = isinstance(value, fx.Node)
+        if not as_alone:
+            return False
+    return True

@@ -19,6 +19,19 @@ _OURS = "retrofit.layers"
 _ACTIVATIONS = """CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish ReLU ReLU6 SELU SiLU
 Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold"""
 _FUNCTIONS: dict[str, Any] = {name.lower(): getattr(nn, name) for name in _ACTIVATIONS.split()}
+# Attributes and methods of a tensor that say nothing of its values.
+METADATA = (
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "is_cuda",
+    "requires_grad",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+)
 _CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 _NORMS = (
     *(f"torch.nn.modules.{file}." for file in ("batchnorm", "instancenorm", "normalization")),
@@ -68,6 +81,11 @@ def _comes_from(module: nn.Module, homes: tuple[str, ...]) -> bool:
     return any(
         f"{base.__module__}.{base.__name__}".startswith(homes) for base in type(module).__mro__
     )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called, and does more than hold others."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def is_norm(module: nn.Module) -> bool:

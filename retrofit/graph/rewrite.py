@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from retrofit.graph import kinds
 from retrofit.graph.sites import Activation, Site
-from retrofit.graph.trace import RewriteError, code_in, file_tree
+from retrofit.graph.source import RewriteError, code_in, file_tree
 
 
 class _Edit(NamedTuple):

@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.flow import Flow, Flows, call_name
-from retrofit.graph.trace import Place, callee
+from retrofit.graph.flow import Flow, Flows
+from retrofit.graph.source import callee
+from retrofit.graph.trace import Place, call_name
 from retrofit.utils.text import shortlist
 
 
@@ -122,7 +123,11 @@ def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is
             for m, n in search.names.items()
             if is_norm(m) and m not in covered
         },
-        untraced={search.label(module): cause for module, cause in search.failures.items()},
+        untraced={
+            search.label(module): cause
+            for module, cause in search.failures.items()
+            if kinds.has_forward(module)
+        },
     )
 
 
@@ -322,7 +327,7 @@ class _Search(Flows):
             label = self.label(holder)
             if holder not in self.traceable:
                 return f"{label} holds none of the norms asked for"
-            if holder in self.failures:
+            if holder in self.failures and kinds.has_forward(holder):
                 return f"{label} cannot be traced: {self.failures[holder]}"
             if kinds.is_leaf(holder):
                 return f"inside {label}, which is one step to the trace"

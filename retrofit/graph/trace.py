@@ -1,10 +1,5 @@
-"""Symbolic tracing of one module: the place of every call, on every path, and the source of the
-code that makes it.
-"""
+"""Symbolic tracing of one module: the place of every call, on every path."""
 
-from __future__ import annotations
-
-import ast
 import contextlib
 import dis
 import functools
@@ -15,23 +10,21 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, takewhile
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
 from retrofit.utils.running import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
-# Of `from __future__ import annotations`, which may stand in an earlier cell of a notebook.
-_ANNOTATIONS = annotations.compiler_flag
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # In the code of a function, what does nothing.
 _NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP", "RESUME")
-# On one path, of which a block then has 64 at most.
+# On one path, of which a block then has 64 at most; and of these, in the parts that it calls.
 _CONDITIONS = 6
+_CONDITIONS_OF_PARTS = 2
 # Stand for a value that the code under trace turns into a number.
 _SIZES = (64, 63)
 _MACHINERY = (
@@ -42,6 +35,12 @@ _MACHINERY = (
     "torch._",
     __name__,
 )
+
+
+def call_name(node: fx.Node) -> str:
+    """The bare name of the function or method that a node calls, e.g. "add" for `operator.add`."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.strip("_") + ("_" if name.endswith("_") and not name.startswith("_") else "")
 
 
 class Place(NamedTuple):
@@ -73,6 +72,14 @@ class _Value(fx.Proxy):
         return int(self.tracer.size)
 
 
+class BranchingPartsError(fx.proxy.TraceError):
+    """Parts of a module branch on values too often to follow every path; `parts` has them."""
+
+    def __init__(self, parts: set[nn.Module]) -> None:
+        super().__init__(f"{len(parts)} of its parts branch on values")
+        self.parts = parts
+
+
 class Tracer(fx.Tracer):
     """fx's tracer with timm's leaves, buffers as nodes, defaults for optional arguments, and no
     hooks run.
@@ -100,6 +107,10 @@ class Tracer(fx.Tracer):
         self.variables: dict[fx.Node, tuple[dict[str, Any], dict[str, Any]]] = {}
         # How many conditions on values were met so far.
         self.conditions = 0
+        # The parts whose code met them, for each of their conditions.
+        self.branching: list[nn.Module] = []
+        # What was said to the questions about sizes and types that conditions asked.
+        self.answers: dict[str, bool] = {}
         # The decisions that lead to the paths that branch off this one.
         self.others: list[tuple[bool, ...]] = []
         # What values are that the code turned into numbers, if there are any.
@@ -114,16 +125,41 @@ class Tracer(fx.Tracer):
         Raises:
             TraceError: If the code branches on values too often.
         """
-        allowed = _only_allowed(_callers())
+        question = _question(obj.node)
+        if question is None:
+            return self._outcome()
+        if question not in self.answers:
+            self.answers[question] = self._outcome()
+        return self.answers[question]
+
+    def _outcome(self) -> bool:
+        """Return the outcome of a new condition, and note the path of the other one."""
+        callers = _callers()
+        allowed = _only_allowed(callers)
         if allowed is not None:
             return allowed
+        owner = _owner(callers)
+        if owner is not self.root:
+            self.branching.append(owner)
         if self.conditions == len(self.decisions):
-            if self.conditions == _CONDITIONS:
+            if self.conditions >= _CONDITIONS and not self.branching:
                 raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")
             self.others.append((*self.decisions, True))
             self.decisions += (False,)
         self.conditions += 1
         return self.decisions[self.conditions - 1]
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        """Trace a module on one path.
+
+        Raises:
+            BranchingPartsError: If the parts that it calls branch too often.
+        """
+        graph = super().trace(root, concrete_args)
+        is_too_much = self.conditions > _CONDITIONS or len(self.branching) > _CONDITIONS_OF_PARTS
+        if self.branching and is_too_much:
+            raise BranchingPartsError(set(self.branching))
+        return graph
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self.is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
@@ -216,6 +252,25 @@ class Tracer(fx.Tracer):
         return run, list(bound.args)
 
 
+def _question(node: fx.Node) -> str | None:
+    """Return what a condition asks of sizes and types, alike where the answer is; None if it asks
+    something else, or code changes a tensor's shape in place.
+    """
+    name = call_name(node)
+    attribute = str(node.args[1]) if name == "getattr" else name
+    if attribute in kinds.METADATA:
+        tensor, *arguments = node.args or (None,)
+        if not isinstance(tensor, fx.Node):
+            return None
+        if any(call_name(user).endswith("_") for user in tensor.users):
+            return None
+        return f"{attribute} of {tensor} {arguments}"
+    if getattr(node.target, "__module__", "") != "_operator":
+        return None
+    parts = [_question(part) if isinstance(part, fx.Node) else repr(part) for part in node.args]
+    return None if None in parts else f"{name} {parts}"
+
+
 def _callers() -> list[FrameType]:
     """Return the functions under trace, the innermost first, but for those of fx and torch."""
     every = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
@@ -281,6 +336,30 @@ def _assigned_name(caller: FrameType) -> str:
     return str(next(step.argval for step in after if step.opname == "STORE_FAST"))
 
 
+@contextlib.contextmanager
+def reads_of_mode() -> Iterator[list[nn.Module]]:
+    """Note each module whose `training` code reads meanwhile, but for that of `modes_kept`."""
+    readers: list[nn.Module] = []
+
+    def read(module: Any) -> bool:
+        if sys._getframe(1).f_globals["__name__"] != modes_kept.__module__:
+            readers.append(module)
+        if "training" in vars(module):
+            return bool(vars(module)["training"])
+        # One of TorchScript holds it elsewhere.
+        return bool(module.__getattr__("training"))
+
+    def write(module: nn.Module, training: bool) -> None:
+        vars(module)["training"] = training
+
+    cls: Any = nn.Module
+    cls.training = property(read, write)
+    try:
+        yield readers
+    finally:
+        del cls.training
+
+
 def traced(
     module: nn.Module, training: bool, is_leaf: Callable[[nn.Module], bool], snapshot: Snapshot
 ) -> list[Tracer]:
@@ -331,71 +410,3 @@ def _is_refusal(error: Exception) -> bool:
         last = last.tb_next
     own = not last.tb_frame.f_globals.get("__name__", "").startswith(_MACHINERY)
     return own and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-
-
-class RewriteError(RetrofitError):
-    """A block's code cannot be rewritten; the message is the reason."""
-
-
-def file_tree(code: CodeType) -> ast.Module:
-    """Parse the file that holds a function, on whose imports, classes and closures the function's
-    code depends. A `RewriteError` says that there is no source, or that compiling it does not give
-    the very code that runs.
-    """
-    try:
-        source = "".join(inspect.findsource(code)[0])
-        compiled = code_in(_compiled(source, code.co_filename, code.co_flags & _ANNOTATIONS), code)
-    except (OSError, TypeError, SyntaxError):
-        raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
-    if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
-        raise RewriteError(
-            f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed"
-        )
-    return ast.parse(source)
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str, filename: str, flags: int) -> CodeType:
-    return compile(source, filename, "exec", flags, dont_inherit=True)
-
-
-def code_in(outer: CodeType, code: CodeType) -> CodeType | None:
-    """The code in `outer`, a file's or a function's, of the function that begins where `code` does."""
-    for const in outer.co_consts:
-        if isinstance(const, CodeType):
-            if (const.co_name, const.co_firstlineno) == (code.co_name, code.co_firstlineno):
-                return const
-            if (inner := code_in(const, code)) is not None:
-                return inner
-    return None
-
-
-def instructions(code: CodeType) -> Iterator[dis.Instruction]:
-    """What a function does, step by step, with the functions and comprehensions inside it."""
-    for step in dis.get_instructions(code):
-        yield step
-        if isinstance(step.argval, CodeType):
-            yield from instructions(step.argval)
-
-
-def methods_of(cls: type) -> Iterator[FunctionType]:
-    """The methods and properties of a class and its parents, but for torch's and ours."""
-    for base in cls.__mro__:
-        if not base.__module__.startswith(("torch.", "retrofit.")):
-            for value in vars(base).values():
-                function = getattr(value, "__func__", getattr(value, "fget", value))
-                if isinstance(function, FunctionType):
-                    yield function
-
-
-def callee(code: CodeType, end: tuple[int, int]) -> str:
-    """The expression that is called where a call in a function ends; empty if it has effects, or
-    there is no source.
-    """
-    harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
-    with contextlib.suppress(RewriteError):
-        for call in ast.walk(file_tree(code)):
-            if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) == end:
-                pure = all(isinstance(node, harmless) for node in ast.walk(call.func))
-                return ast.unparse(call.func) if pure else ""
-    return ""

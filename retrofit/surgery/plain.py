@@ -19,7 +19,8 @@ from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows
 from retrofit.graph.rewrite import replace_module
-from retrofit.graph.trace import VARIADIC, instructions, methods_of
+from retrofit.graph.source import instructions, methods_of
+from retrofit.graph.trace import VARIADIC
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
 from retrofit.layers.constant_maps import LinearMap

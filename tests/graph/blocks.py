@@ -112,6 +112,39 @@ class Branching(nn.Module):  # control flow that depends on the data
         return F.relu(self.bn(x)) if x.mean() > 0 else self.block(x)
 
 
+class AsksTwice(Block):  # one question at two places, which has one answer
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            channels = x.shape[1]
+        y = self.relu(self.bn1(self.conv1(x)))
+        return y / channels if x.ndim == 4 else y
+
+
+class ChangesRank(Block):  # a question whose answer changes, as code changes the value in place
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 3:
+            x.unsqueeze_(0)
+        y = self.relu(self.bn1(self.conv1(x)))
+        return y[0] if x.ndim == 3 else y
+
+
+class Switched(Block):  # two paths, and an argument that leads to another one
+    def forward(self, x: Tensor, act: bool = True) -> Tensor:
+        x = self.bn1(self.conv1(x if x.ndim == 4 else x[None]))
+        return self.relu(x) if act else x
+
+
+class WithOptions(nn.Module):  # calls three such parts with the argument
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Switched() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, act=False)
+        return x
+
+
 class Iterating(
     nn.Module
 ):  # a loop over the data, which no trace can follow, around a block that can be traced

@@ -23,7 +23,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from retrofit.compare import tensors_of
 from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
 from retrofit.graph.sites import find_sites
-from retrofit.graph.trace import RewriteError
+from retrofit.graph.source import RewriteError
 from retrofit.surgery.execute import unchanged_on_failure
 from tests.graph import blocks
 

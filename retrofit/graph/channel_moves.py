@@ -1,0 +1,84 @@
+"""Where steps that move whole channels put them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from retrofit.graph.trace import call_name
+
+
+def listed(value: Any) -> Sequence[Any]:
+    """What is given as a number, or as one for each dimension."""
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def moved_channels(node: fx.Node, dim: int) -> int | None:
+    """Return where a step puts the channels that it takes in dimension `dim`.
+
+    None says that the step does not move whole channels, or that it is unknown where to.
+    """
+    name = call_name(node)
+    args = node.args[1:]
+    if name in ("transpose", "swapaxes", "swapdims", "movedim"):
+        return _transposed(args, dim, both_ways=name != "movedim")
+    if name == "permute":
+        return _permuted(args, dim)
+    # Dimensions behind the channels, which stay where they are.
+    behind = dim == 1 and bool(args) and isinstance(args[0], int) and args[0] > 1
+    if name in {"flatten", "unsqueeze"}:
+        return dim if behind else None
+    if name in ("view", "reshape"):
+        return dim if dim == 1 and _keeps_two(node) else None
+    return None
+
+
+def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
+    if len(dims) != 2 or not all(isinstance(each, int) for each in dims):
+        return None
+    first, second = dims
+    if dim == first:
+        return int(second)
+    if dim == second and both_ways:
+        return int(first)
+    # One counted from the front and one from the end may be the same.
+    apart = both_ways and all((each < 0) == (dim < 0) for each in dims)
+    return dim if apart else None
+
+
+def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
+    order = _unpacked(args)
+    if not order or not all(isinstance(each, int) for each in order):
+        return None
+    rank = len(order)
+    moved = [each % rank for each in order].index(dim % rank)
+    return -1 if moved == rank - 1 else moved
+
+
+def _unpacked(args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments that are given one by one, or as one tuple."""
+    return listed(args[0]) if len(args) == 1 else args
+
+
+def _keeps_two(node: fx.Node) -> bool:
+    """Whether a reshaping keeps the first two sizes of what it takes: images and channels."""
+    sizes = _unpacked(node.args[1:])
+    return len(sizes) > 1 and all(
+        _is_size(size, node.args[0], dim) for dim, size in enumerate(sizes[:2])
+    )
+
+
+def _is_size(size: Any, value: Any, dim: int) -> bool:
+    """Whether a node is the size of a value's dimension: `x.size(dim)`, or `x.shape[dim]`."""
+    if not isinstance(size, fx.Node):
+        return False
+    if call_name(size) == "size":
+        return size.args == (value, dim)
+    if call_name(size) != "getitem" or size.args[1] != dim:
+        return False
+    shape = size.args[0]
+    if not isinstance(shape, fx.Node):
+        return False
+    if call_name(shape) == "getattr":
+        return shape.args == (value, "shape")
+    return call_name(shape) == "size" and shape.args == (value,)

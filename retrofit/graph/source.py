@@ -1,0 +1,84 @@
+"""The source of the code that makes a call, and what a function does step by step."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+from retrofit.errors import RetrofitError
+
+# Of `from __future__ import annotations`, which may stand in an earlier cell of a notebook.
+_ANNOTATIONS = annotations.compiler_flag
+
+
+class RewriteError(RetrofitError):
+    """A block's code cannot be rewritten; the message is the reason."""
+
+
+def file_tree(code: CodeType) -> ast.Module:
+    """Parse the file that holds a function, on whose imports, classes and closures the function's
+    code depends. A `RewriteError` says that there is no source, or that compiling it does not give
+    the very code that runs.
+    """
+    try:
+        source = "".join(inspect.findsource(code)[0])
+        compiled = code_in(_compiled(source, code.co_filename, code.co_flags & _ANNOTATIONS), code)
+    except (OSError, TypeError, SyntaxError):
+        raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
+    if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
+        raise RewriteError(
+            f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed"
+        )
+    return ast.parse(source)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str, filename: str, flags: int) -> CodeType:
+    return compile(source, filename, "exec", flags, dont_inherit=True)
+
+
+def code_in(outer: CodeType, code: CodeType) -> CodeType | None:
+    """The code in `outer`, a file's or a function's, of the function that begins where `code` does."""
+    for const in outer.co_consts:
+        if isinstance(const, CodeType):
+            if (const.co_name, const.co_firstlineno) == (code.co_name, code.co_firstlineno):
+                return const
+            if (inner := code_in(const, code)) is not None:
+                return inner
+    return None
+
+
+def instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """What a function does, step by step, with the functions and comprehensions inside it."""
+    for step in dis.get_instructions(code):
+        yield step
+        if isinstance(step.argval, CodeType):
+            yield from instructions(step.argval)
+
+
+def methods_of(cls: type) -> Iterator[FunctionType]:
+    """The methods and properties of a class and its parents, but for torch's and ours."""
+    for base in cls.__mro__:
+        if not base.__module__.startswith(("torch.", "retrofit.")):
+            for value in vars(base).values():
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, FunctionType):
+                    yield function
+
+
+def callee(code: CodeType, end: tuple[int, int]) -> str:
+    """The expression that is called where a call in a function ends; empty if it has effects, or
+    there is no source.
+    """
+    harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
+    with contextlib.suppress(RewriteError):
+        for call in ast.walk(file_tree(code)):
+            if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) == end:
+                pure = all(isinstance(node, harmless) for node in ast.walk(call.func))
+                return ast.unparse(call.func) if pure else ""
+    return ""
