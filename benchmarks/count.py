@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -51,20 +52,15 @@ _SEVERAL = {
     "native_group_norm_backward": 4,
     "_scaled_dot_product_flash_attention_backward": 3,
 }
-# Reads and writes, in tensors as large as the input, of a kernel's stage; those of a kernel whose
-# sets fit a tile, which it then reads once
+# Reads and writes of our kernels, in tensors as large as the input; those of a kernel whose sets fit
+# a tile, which it then reads once
 _PASSES = {
-    ("_forward", -1): (3, 1),
-    **{("_forward", stage): (1, 0) for stage in range(4)},
-    ("_forward", 4): (1, 1),
-    ("_backward", -1): (4, 1),
-    ("_backward", 0): (2, 0),
-    ("_backward", 1): (2, 1),
-    ("_map", None): (1, 1),
-    ("_map_back", None): (2, 1),
-    ("_combine", None): (2, 1),
-    ("_moments", None): (1, 0),
-    ("_sums", None): (2, 0),
+    **dict.fromkeys(("_statistics", "_estimate", "_noise", "_moments"), (1, 0)),
+    **dict.fromkeys(("_write", "_map"), (1, 1)),
+    **dict.fromkeys(("_pull", "_sums"), (2, 0)),
+    **dict.fromkeys(("_gradient", "_map_back", "_combine"), (2, 1)),
+    "_forward": (3, 1),
+    "_backward": (4, 1),
 }
 _ONCE = {"_forward": (1, 1), "_backward": (2, 1)}
 _WAITS = {"_local_scalar_dense", "nonzero", "equal"}
@@ -72,6 +68,8 @@ _WAITS = {"_local_scalar_dense", "nonzero", "equal"}
 CHANNELS = 256
 SHAPE = (128, CHANNELS, 56, 56)
 TOKENS = (128, 197, 384)
+# Whose calls are counted: programs share its sets
+CALLED = (32, CHANNELS, 14, 14)
 
 
 class Launch(NamedTuple):
@@ -114,12 +112,10 @@ class Recorder(TorchDispatchMode):
     def triton(self, kernel: Any, plan: Any, *arguments: Any) -> None:
         """Record a launch of ours, in place of making it."""
         name = kernel.__name__
-        stage = arguments[-1] if name in _ONCE else None
-        reads, writes = _PASSES[name, stage]
-        if stage == -1 and plan.tile.single:
-            reads, writes = _ONCE[name]
-        size = _bytes(arguments[1])
-        label = f"triton {name}[{stage}] {plan.grid}"
+        once = plan.tile.single and name in _ONCE
+        reads, writes = _ONCE[name] if once else _PASSES[name]
+        size = max(_bytes(t) for t in arguments if isinstance(t, Tensor) and t.ndim > 1)
+        label = f"triton {name} {plan.grid}"
         self.launches.append(Launch(self.scope, label, 1, reads * size, writes * size, False))
 
     def small(self, kernel: Any, grid: Any, *arguments: Any) -> None:
@@ -365,12 +361,16 @@ def calls(module: nn.Module, x: Tensor) -> tuple[int, int]:
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal seen
-        seen += event in ("call", "c_call")
+        launches = frame.f_code is launch.__code__
+        seen += event in ("call", "c_call") and not launches
+
+    def launch(*_: Any) -> None:
+        pass
 
     counts = (0, 0)
     with (
-        mock.patch.multiple(ours, launch=lambda *_: None, processors=lambda device: 132),
-        mock.patch.object(kernels, "choose", return_value=ours),
+        mock.patch.multiple(ours, launch=launch, processors=cache(lambda device: 132)),
+        mock.patch.object(kernels, "_fastest", new=cache(lambda *_: ours)),
     ):
         # Plans are made by the first run
         for _ in range(2):
@@ -381,10 +381,11 @@ def calls(module: nn.Module, x: Tensor) -> tuple[int, int]:
             before, seen = seen, 0
             node: Any = out.grad_fn
             grad = torch.empty_like(out)
-            sys.setprofile(profile)
+            # As the engine calls it
             with torch.no_grad():
+                sys.setprofile(profile)
                 node.apply(grad, None) if hasattr(node, "saved_tensors") else node(grad)
-            sys.setprofile(None)
+                sys.setprofile(None)
             counts = before, seen
     return counts
 
@@ -442,7 +443,7 @@ def _print_networks() -> None:
 
 
 def _print_calls() -> None:
-    x = torch.randn(8, CHANNELS, 4, 4, requires_grad=True)
+    x = torch.randn(CALLED).to(memory_format=torch.channels_last).requires_grad_()
     for name in ("torch BatchNorm2d", "BatchNormalNorm2d", "GroupNormalNorm 32"):
         print(name, "calls", calls(LAYERS[name](), x))
 

@@ -20,7 +20,7 @@ from retrofit.layers.frozen_batch_norm import of_one_type, trained_affine
 from retrofit.layers.kernels.eager import Running
 from retrofit.layers.normality_norm import Statistics, apply_statistics
 from retrofit.layers.strength import StrengthMixin
-from retrofit.layers.transforms import transformed
+from retrofit.layers.transforms import followed
 
 _SYNC = "call retrofit.sync_norms(model) in its place"
 _INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it out"}
@@ -125,7 +125,8 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
         return super().named_children()
 
     def _check_input_dim(self, x: Tensor) -> None:
-        library_class(self.source_name)._check_input_dim(self, x)
+        source = getattr(nn, self.source_name, None) or library_class(self.source_name)
+        source._check_input_dim(self, x)
 
 
 class RunningStatistics(StrengthMixin, _NormBase):
@@ -249,9 +250,8 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         )
         lmbda = 1 + self.effective_alpha * (layer.running_lambda - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
-        followed = torch.compiler.is_compiling() or transformed()
         if (
-            not followed and lmbda.is_cpu and bool((lmbda == 1).all())
+            not followed() and lmbda.is_cpu and bool((lmbda == 1).all())
         ):  # torch's own layer, bit for bit
             return functional.batch_norm(x, *of_one_type(x, mean, var, *affine), eps=eps)
         shape = (1, -1, *(1,) * (x.ndim - 2))

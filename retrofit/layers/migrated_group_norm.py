@@ -73,39 +73,53 @@ def migrated_group_norm(
         ValueError: If `x` has fewer than 2 dimensions or does not have C channels, or G does not
             divide C.
     """
-    channels = running_mean.numel()
+    _check_shape(x, num_groups, running_mean.numel())
+    source_eps = eps if source_eps is None else source_eps
+    maps = x if x.ndim > 2 else x.unsqueeze(-1)
+    constants = running_mean.detach(), running_var.detach()
+    given = weight, bias, *constants, None if gain is None else gain.detach()
+    out = _by_channelwise(maps, num_groups, strength, given, eps, source_eps)
+    if out is None:
+        out = by_maps(maps, num_groups, strength, given, eps, source_eps)
+    if out is None:
+        if isinstance(strength, Strength):
+            strength = strength.value(compute_dtype(x))
+        t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device).detach()
+        values = maps, *given, (num_groups, t, eps, source_eps)
+        out = _group_affine(*values)[0] if transformed() else _GroupAffine.apply(*values)
+    return out.view_as(x) if x.ndim == 2 else out
+
+
+def _check_shape(x: Tensor, num_groups: int, channels: int) -> None:
     if x.ndim < 2 or x.shape[1] != channels:
         raise ValueError(f"expected (N, {channels}, *), got {tuple(x.shape)}")
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
-    source_eps = eps if source_eps is None else source_eps
-    maps = x if x.ndim > 2 else x.unsqueeze(-1)
-    given = (
-        weight,
-        bias,
-        running_mean.detach(),
-        running_var.detach(),
-        None if gain is None else gain.detach(),
-    )
-    layout = channelwise.layout_of(maps, *given, per_sample=True)
-    if layout is not None:
-        if isinstance(strength, Strength):
-            strength = strength.value(torch.float32)
-        if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in given):
-            # To the last bit: there are networks that amplify a rounding error ten thousand times.
-            return functional.batch_norm(x, given[2], given[3], weight, bias, eps=float(source_eps))
-        numbers = num_groups, float(strength), float(eps), float(source_eps)
-        out: Tensor = channelwise.MigratedNorm.apply(maps, layout, numbers, *given)
-        return out.view_as(x) if x.ndim == 2 else out
-    by_kernels = by_maps(maps, num_groups, strength, given, eps, source_eps)
-    if by_kernels is not None:
-        return by_kernels.view_as(x) if x.ndim == 2 else by_kernels
+
+
+def _by_channelwise(
+    x: Tensor,
+    num_groups: int,
+    strength: Any,
+    given: tuple[Tensor | None, ...],
+    eps: Any,
+    source_eps: Any,
+) -> Tensor | None:
+    """Return the result by kernels for a CPU, None where they do not take `x`."""
+    layout = channelwise.layout_of(x, *given, per_sample=True)
+    if layout is None:
+        return None
     if isinstance(strength, Strength):
-        strength = strength.value(compute_dtype(x))
-    t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device).detach()
-    values = maps, *given, (num_groups, t, eps, source_eps)
-    out = _group_affine(*values)[0] if transformed() else _GroupAffine.apply(*values)
-    return out.view_as(x) if x.ndim == 2 else out
+        strength = strength.value(torch.float32)
+    out: Tensor
+    if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in given):
+        # To the last bit: there are networks that amplify a rounding error ten thousand times.
+        weight, bias, mean, var, _ = given
+        out = functional.batch_norm(x, mean, var, weight, bias, eps=float(source_eps))
+    else:
+        numbers = num_groups, float(strength), float(eps), float(source_eps)
+        out = channelwise.MigratedNorm.apply(x, layout, numbers, *given)
+    return out
 
 
 def by_maps(

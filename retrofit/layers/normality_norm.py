@@ -8,6 +8,7 @@ input and a few numbers a set are kept for it.
 """
 
 import math
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from retrofit.layers.kernels.eager import (
     normal,
 )
 from retrofit.layers.kernels.layout import Layout, is_dense, layout_of
+from retrofit.layers.kernels.plan import plan_of
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
 
@@ -124,6 +126,12 @@ class Normalization(NamedTuple):
         shapes = [None if view is None else view.shape for view in affine]
         return layout_of(values.shape, values.stride(), dim, *shapes)
 
+    def seed(self, x: Tensor) -> Tensor | None:
+        """Draw the seed of the noise, on the device of `x`."""
+        if not self.noise:
+            return None
+        return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
+
     def options(self, layout: Layout, strength: Strength, seed: Tensor | None) -> KernelOptions:
         """Return what kernels take beside tensors."""
         own = self.eps, self.alpha, self.noise, seed, self.group, self.running
@@ -184,19 +192,139 @@ def normalize(
     Raises:
         RuntimeError: If synchronized statistics meet a transform of torch.func.
     """
-    # still connected to the parameters, whose gradients are then zero
     if x.numel() == 0 and spec.group is None:
-        own = (spec.beside(p, x) for p in (weight, bias))
-        return affine(x * 1.0, *own).to(x.dtype), None
-    if transformed():
+        return _of_nothing(x, weight, bias, spec), None
+    fits = kernels.fits(x)
+    if not fits and transformed():
         return _followed(x, weight, bias, strength, spec)
-    if not spec.noise or spec.noise_kind == "scaled":
-        out: tuple[Tensor, Tensor | None] = _NormalityNorm.apply(x, weight, bias, strength, spec)
-        return out
+    if spec.noise and spec.noise_kind != "scaled":
+        return _with_other_noise(x, weight, bias, strength, spec)
+    module = kernels.choose(x, spec.group) if fits else None
+    if module is not None and module.READS_STRENGTH:
+        return _in_memory(x, weight, bias, strength, spec, module)
+    out: tuple[Tensor, Tensor | None] = _NormalityNorm.apply(
+        x, weight, bias, strength, spec, module
+    )
+    return out
+
+
+def _of_nothing(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Normalization
+) -> Tensor:
+    """Return an empty result, connected to the parameters, whose gradients are then zero."""
+    return affine(x * 1.0, spec.beside(weight, x), spec.beside(bias, x)).to(x.dtype)
+
+
+def _with_other_noise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
+) -> tuple[Tensor, Tensor | None]:
+    """Apply algorithm 1 with noise that kernels do not have."""
     y, stats = normalize(x, None, None, strength, spec._replace(noise=0.0))
     dtype = compute_dtype(x)
     y = perturb(y.to(dtype), spec.noise * strength.value(dtype), spec.noise_kind, ())
-    return affine(y, *(spec.beside(p, x) for p in (weight, bias))).to(x.dtype), stats
+    return affine(y, spec.beside(weight, x), spec.beside(bias, x)).to(x.dtype), stats
+
+
+def _in_memory(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    strength: Strength,
+    spec: Normalization,
+    module: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Apply algorithm 1 by kernels that take tensors as they lie in memory; where these cannot, by
+    torch's operations.
+    """
+    stride = x.stride()
+    # Dense, so that the sets of what is made like it lie as its own do
+    if not is_dense(x.shape, stride):
+        x = x.contiguous()
+        stride = x.stride()
+    layout = None
+    if weight is None or bias is None or weight.shape == bias.shape:
+        parameter = bias if weight is None else weight
+        shape = None if parameter is None else parameter.shape
+        busy = module.processors(x.device)
+        # Partial functions are no keys: they are equal to themselves alone
+        sets: Any = spec.sets
+        key = (sets.func, *sets.args) if isinstance(sets, partial) else (sets,)
+        layout = _layout_in_memory(x.shape, stride, shape, spec.per_channel, busy, *key)
+    out: tuple[Tensor, Tensor | None]
+    if layout is None:
+        out = _NormalityNorm.apply(x, weight, bias, strength, spec, eager)
+    else:
+        out = _OnGPU.apply(x, weight, bias, strength, spec, layout, module)
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _layout_in_memory(
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    affine: torch.Size | None,
+    per_channel: bool,
+    processors: int,
+    sets: Any,
+    *arguments: Any,
+) -> Layout | None:
+    """Return the layout of dense tensors for kernels that take them as they lie in memory; None
+    where there are none, or gamma and beta lie in another order than what they multiply.
+    """
+    x = torch.empty_strided(size, stride, device="meta")
+    parameter = None if affine is None else torch.empty(affine, device="meta")
+    spec = Normalization(partial(sets, *arguments), per_channel, 0.0)
+    values, dim = spec.sets(x)
+    views = spec.views(x, parameter)
+    layout = spec.layout(values, dim, views)
+    if plan_of(layout.shape, layout.dims, layout.affine, processors) is None:
+        return None
+    if views[0] is not None:
+        changing = [d for d in layout.order if views[0].shape[d] != 1]
+        if changing != sorted(changing):
+            return None
+    return layout
+
+
+class _OnGPU(torch.autograd.Function):
+    """What `_NormalityNorm` does, by kernels that take tensors as they lie in memory, and read the
+    strength themselves.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        strength: Strength,
+        spec: Normalization,
+        layout: Layout,
+        module: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        out = torch.empty_like(x)
+        seed = spec.seed(x) if spec.noise else None
+        kind = spec.eps, spec.alpha, spec.noise
+        ctx.options = KernelOptions(layout, strength, *kind, seed, spec.group, spec.running)
+        ctx.module = module
+        table = module.forward(out, x, weight, bias, ctx.options)
+        ctx.save_for_backward(x, weight, bias, table)
+        if spec.running is not None:
+            return out, None
+        ctx.mark_non_differentiable(table)
+        return out, table
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, bias, table = ctx.saved_tensors
+        if grad.stride() != x.stride():
+            grad = torch.empty_like(x).copy_(grad)
+        grad_x = torch.empty_like(x)
+        gradients = ctx.module.backward(grad_x, x, grad, weight, table, ctx.options)
+        to_weight = None if weight is None else gradients[0].view(weight.shape).to(weight.dtype)
+        to_bias = None if bias is None else gradients[1].view(bias.shape).to(bias.dtype)
+        return grad_x, to_weight, to_bias, None, None, None, None
 
 
 def _followed(
@@ -225,41 +353,36 @@ class _NormalityNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Any, strength: Strength, spec: Normalization
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        strength: Strength,
+        spec: Normalization,
+        module: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        seed = None
-        if spec.noise:
-            seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
-        module = None
-        if kernels.fits(x):
-            # Dense, so that the sets of what is made like it lie as its own do
-            x = x if is_dense(x.shape, x.stride()) else x.contiguous()
-            module = kernels.choose(x, spec.group)
+        seed = spec.seed(x)
+        if module is not None and not is_dense(x.shape, x.stride()):
+            x = x.contiguous()
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
+        strength = Strength(strength.value(compute_dtype(x)))
         layout: Any = None
-        if module is not None:
-            layout = spec.layout(values, dim, views)
-            module = module if module.takes(values, layout) else eager
-        reads = module is not None and module.READS_STRENGTH
-        if not reads:
-            strength = Strength(strength.value(compute_dtype(x)))
-        ctx.spec, ctx.module, ctx.strength, ctx.layout = spec, module, strength, layout
         if module is None:
             t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
             noise = _noise(values, factor, seed)
-            gamma, beta = views
             over = Reductions(dim, spec.group)
+            gamma, beta = views
             out, stats = eager.normalized(values, gamma, beta, t, spec.eps, noise, over)
             # Not a view, which an in-place operation behind the layer could not change.
             out = out if out.shape == x.shape else out.reshape(x.shape).clone()
         else:
+            layout = spec.layout(values, dim, views)
             out = torch.empty_like(x)
             options = spec.options(layout, strength, seed)
             stats = module.forward(spec.sets(out)[0], values, *views, options)
-        ctx.save_for_backward(x, weight, bias, None if reads else strength.source, seed, stats)
-        if reads and spec.running is not None:
-            return out, None
+        ctx.spec, ctx.module, ctx.layout = spec, module, layout
+        ctx.save_for_backward(x, weight, bias, strength.source, seed, stats)
         ctx.mark_non_differentiable(stats)
         return out, stats
 
@@ -268,7 +391,7 @@ class _NormalityNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, source, seed, stats = ctx.saved_tensors
         spec: Normalization = ctx.spec
-        strength = ctx.strength if source is None else Strength(source)
+        strength = Strength(source)
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
         grad = spec.sets(grads[0])[0]
@@ -286,7 +409,7 @@ class _NormalityNorm(torch.autograd.Function):
             tensors = spec.sets(grad_x)[0], values, grad, views[0]
             affine = ctx.module.backward(*tensors, stats, options)
             gradients = options.layout.undo(affine, options.layout.full_affine)
-        return grad_x, *map(_like, gradients, views, (weight, bias)), None, None
+        return grad_x, *map(_like, gradients, views, (weight, bias)), None, None, None
 
 
 def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Tensor | None:

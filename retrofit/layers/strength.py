@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.kernels.eager import Strength
-from retrofit.layers.transforms import transformed
+from retrofit.layers.transforms import followed
 from retrofit.utils.text import ROOT, plural, shortlist
 
 UNIT = 2.0**-40
@@ -118,8 +118,8 @@ class StrengthMixin(ConvertedLayer):
 
     def _checked_code(self) -> Tensor:
         """Return the buffer that holds t, unless it is an average in evaluation."""
-        code = self._code
-        if not (self.training or code.is_meta or torch.compiler.is_compiling() or transformed()):
+        code: Any = self._buffers["strength"]
+        if not (self.training or code.is_meta or followed()):
             self._refuse_average()
         return code
 

@@ -29,11 +29,16 @@ def transformed() -> bool:
     """Whether torch.func, forward-mode differentiation, jit.trace or an old torch.compile follows
     the operations that run now.
     """
-    if torch._C._are_functorch_transforms_active():
-        return True
     if torch.compiler.is_compiling():
-        return not _COMPILES_CUSTOM_FUNCTIONS
-    return bool(torch.jit.is_tracing()) or forward_ad._current_level >= 0  # type: ignore[attr-defined]
+        return not _COMPILES_CUSTOM_FUNCTIONS or torch._C._are_functorch_transforms_active()
+    return followed()
+
+
+def followed() -> bool:
+    """Whether a compiler or a transform follows the operations that run now."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return bool(torch._C._is_tracing()) or forward_ad._current_level >= 0
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., Any]:
@@ -44,12 +49,10 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> Any:
-        if torch.compiler.is_compiling() or transformed():
+        if not torch.is_grad_enabled() or followed():
             return backward(ctx, *grads)
         with torch.no_grad():
             gradients = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return gradients
         refuse: Any = torch._C._functions.DelayedError(_REFUSAL, len(gradients))
         return refuse(
             *(None if grad is None else grad.detach().requires_grad_() for grad in gradients)

@@ -18,10 +18,9 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from retrofit.layers.kernels import cpp, eager, self_test
-from retrofit.layers.transforms import transformed
+from retrofit.layers.transforms import followed
 
 _log = logging.getLogger(__name__)
 
@@ -42,9 +41,8 @@ def fits(x: Tensor) -> bool:
         type(x) in (Tensor, nn.Parameter)
         and x.device.type in ("cpu", "cuda")
         and x.numel() > 0
-        and not torch.compiler.is_compiling()
-        and not transformed()
-        and _get_current_dispatch_mode() is None
+        and not followed()
+        and not torch._C._len_torch_dispatch_stack()
     )
 
 

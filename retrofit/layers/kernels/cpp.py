@@ -242,7 +242,6 @@ def _hash(content: bytes) -> str:
 
 library = cache(load)
 READS_STRENGTH = False
-takes = eager.takes
 
 
 class _COptions(ctypes.Structure):

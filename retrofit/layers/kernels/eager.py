@@ -284,11 +284,6 @@ READS_STRENGTH = False
 """
 
 
-def takes(x: Tensor, layout: Layout) -> bool:
-    """Whether the kernels can go about a tensor."""
-    return True
-
-
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:

@@ -4,6 +4,7 @@ allow.
 
 import ctypes
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -69,31 +70,56 @@ def layout_of(
     """Return the layout of a tensor with sets over `dim` and affine parameters of shapes that
     broadcast to it.
     """
-    order = tuple(sorted(range(len(size)), key=stride.__getitem__, reverse=True))
-    dense = [math.prod(size[later] for later in order[place + 1 :]) for place in range(len(order))]
-    if any(size[d] != 1 and stride[d] != step for d, step in zip(order, dense, strict=True)):
-        order = tuple(range(len(size)))
+    order = _memory_order(size, stride)
     full = tuple(size[d] for d in order)
-    kinds = [
-        (d in dim, any(shape is not None and shape[d] != 1 for shape in affine)) for d in order
-    ]
-    shape, merged = [], []
-    large = [(kind, n) for kind, n in zip(kinds, full, strict=True) if n != 1]
-    for kind, run in groupby(large, key=lambda entry: entry[0]):
-        shape.append(math.prod(n for _, n in run))
-        merged.append(kind)
+    in_set = [d in dim for d in order]
+    fixed = [_is_fixed(affine, d) for d in order]
+    shape, merged_in_set, merged_fixed = _merged(full, in_set, fixed)
     # every set is a single value
-    if dim and not any(in_set for in_set, _ in merged):
-        shape.append(1)
-        merged.append((True, False))
+    if dim and not any(merged_in_set):
+        shape += (1,)
+        merged_in_set += (True,)
+        merged_fixed += (True,)
     return Layout(
         order=order,
-        kept=tuple(1 if in_set else n for n, (in_set, _) in zip(full, kinds, strict=True)),
-        full_affine=tuple(n if has else 1 for n, (_, has) in zip(full, kinds, strict=True)),
-        shape=tuple(shape),
-        affine=tuple(n if has else 1 for n, (_, has) in zip(shape, merged, strict=True)),
-        dims=tuple(d for d, (in_set, _) in enumerate(merged) if in_set),
+        kept=_one_where(in_set, full),
+        full_affine=_one_where(fixed, full),
+        shape=shape,
+        affine=_one_where(merged_fixed, shape),
+        dims=tuple(d for d, within in enumerate(merged_in_set) if within),
     )
+
+
+def _is_fixed(shapes: tuple[torch.Size | None, ...], d: int) -> bool:
+    """Whether no parameter changes along a dimension."""
+    return all(shape is None or shape[d] == 1 for shape in shapes)
+
+
+def _merged(
+    sizes: tuple[int, ...], in_set: list[bool], fixed: list[bool]
+) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[bool, ...]]:
+    """Merge neighbouring dimensions of a kind, those of size 1 with any."""
+    shape: tuple[int, ...] = ()
+    kinds: list[tuple[bool, bool]] = []
+    large = [entry for entry in zip(sizes, in_set, fixed, strict=True) if entry[0] != 1]
+    for kind, run in groupby(large, key=lambda entry: entry[1:]):
+        shape += (math.prod(n for n, *_ in run),)
+        kinds.append(kind)
+    return shape, tuple(kind[0] for kind in kinds), tuple(kind[1] for kind in kinds)
+
+
+def _one_where(flags: Sequence[bool], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if flag else n for flag, n in zip(flags, sizes, strict=True))
+
+
+def _memory_order(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the dimensions from the outermost in memory to the innermost, in their own order for a
+    tensor that is not dense.
+    """
+    order = tuple(range(len(size)))
+    if not is_dense(size, stride):
+        return order
+    return tuple(sorted(order, key=stride.__getitem__, reverse=True))
 
 
 class Axis(ctypes.Structure):
@@ -141,30 +167,42 @@ def geometry_of(
     loops. With `beside`, stretches that fit a vector and lie beside those of the next set are
     columns.
     """
-    *axes, lane = (
-        Axis(n, math.prod(shape[d + 1 :]), math.prod(affine[d + 1 :]) if affine[d] != 1 else 0)
-        for d, n in enumerate(shape)
-    )
-    columns, share = len(axes) not in dims, 1
+    *axes, lane = _axes(shape, affine)
+    columns = len(axes) not in dims
     within = [axis for d, axis in enumerate(axes) if d in dims]
     between = [axis for d, axis in enumerate(axes) if d not in dims]
-    runs = within.pop() if within else Axis(1)
-    inner = between.pop() if between and not columns else Axis(1)
-    outer = between.pop() if between else Axis(1)
-    if within or between or outer.affine or (columns and lane.affine and runs.affine):
+    runs = _innermost(within)
+    inner = Axis(1) if columns else _innermost(between)
+    outer = _innermost(between)
+    more = bool(within or between)
+    if more or outer.affine or (columns and lane.affine and runs.affine):
         return None
-    adjacent = inner.stride == lane.size and inner.affine == lane.size * lane.affine
-    if (
-        beside
-        and not columns
-        and adjacent
-        and lane.size <= width
-        and runs.size != 1
-        and not runs.affine
-    ):
-        columns, share = True, lane.size
+    share = 1
+    if beside and not columns and lane.size <= width and _lie_beside(inner, runs, lane):
+        columns = True
+        share = lane.size
         lane = Axis(inner.size * share, lane.stride, lane.affine)
     if columns:
         block = width // share * share
         inner = Axis(math.ceil(lane.size / block), block, block * lane.affine)
     return Geometry(columns, outer, inner, runs, lane, math.prod(affine), share)
+
+
+def _axes(shape: tuple[int, ...], affine: tuple[int, ...]) -> list[Axis]:
+    """Return a loop over each dimension of a contiguous tensor."""
+    axes = []
+    for d, n in enumerate(shape):
+        step = math.prod(affine[d + 1 :]) if affine[d] != 1 else 0
+        axes.append(Axis(n, math.prod(shape[d + 1 :]), step))
+    return axes
+
+
+def _innermost(axes: list[Axis]) -> Axis:
+    """Take the innermost loop away; one of a single step where there is none."""
+    return axes.pop() if axes else Axis(1)
+
+
+def _lie_beside(inner: Axis, runs: Axis, lane: Axis) -> bool:
+    """Whether the stretches of a set lie beside those of the next."""
+    adjacent = inner.stride == lane.size and inner.affine == lane.size * lane.affine
+    return adjacent and runs.size != 1 and not runs.affine

@@ -6,7 +6,7 @@ sample and channel; phi is the identity but behind a norm. Where these numbers d
 or on samples of a proxy, small kernels compute them, and their derivatives.
 """
 
-# ruff: noqa: N803, RET505
+# ruff: noqa: N803, RET505, RUF005
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from retrofit.layers.kernels.eager import Strength
 from retrofit.layers.kernels.layout import is_dense, layout_of
 from retrofit.layers.kernels.plan import PROGRAMS, LaunchPlan, plan_of
 from retrofit.layers.kernels.triton import (
-    _elements,
     _kept,
     _leave,
     _leave_affine,
     _load,
     _mean_and_squares,
+    _number,
+    _over,
     _place,
-    _row,
+    _rows,
     _store,
-    _total,
+    _totals,
+    _zeros,
 )
 from retrofit.layers.transforms import differentiable_once, needed
 
@@ -75,71 +77,75 @@ def _phi(x, first, second, KIND: tl.constexpr):
 
 
 @triton.jit
-def _channel(P, at, instead):
-    """Load a number of each set in whatever type, `instead` where there is none."""
-    if P is None:
-        return at.sets.to(tl.float32) * 0 + instead
+def _standardization(Mean, Var, at, eps):
+    """Return mean and 1 / std of each set, None where x is not standardized."""
+    if Mean is None:
+        return None, 1.0
     else:
-        return tl.load(P + at.sets, mask=at.valid, other=0.0).to(tl.float32)
+        rstd = 1 / tl.sqrt(_number(Var, at.sets, at.valid, 1.0) + eps)
+        return _number(Mean, at.sets, at.valid, 0.0), rstd
 
 
 @triton.jit
-def _rstd(Var, at, eps):
-    if Var is None:
-        return at.sets.to(tl.float32) * 0 + 1
-    else:
-        return 1 / tl.sqrt(tl.load(Var + at.sets, mask=at.valid, other=1.0).to(tl.float32) + eps)
+def _phi_of(X, tile, mean, rstd, activation, TILE: tl.constexpr):
+    x = _load(X, tile, TILE)
+    if mean is not None:
+        x = (x - mean) * rstd
+    return _phi(x, activation[1], activation[2], activation[0])
+
+
+@triton.jit
+def _mapped(tile, given, sums, TILE: tl.constexpr):
+    Out, X, mean, rstd, activation, scale, shift = given
+    y, _ = _phi_of(X, tile, mean, rstd, activation, TILE)
+    _store(Out, tile, y * scale + shift, TILE)
+    return sums
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _map(
-    Out, X, Scale, Shift, Mean, Var, eps, first_, second,
+    Out, X, Scale, Shift, Mean, Var, eps, first, second,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write phi((x - mean) / std) * scale + shift."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    scale, shift = _channel(Scale, at, 1.0), _channel(Shift, at, 0.0)
-    mean, rstd = _channel(Mean, at, 0.0), _rstd(Var, at, eps)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, _ = _elements(at, r, first, TILE)
-            x = _load(X, start, offset, mask, TILE)
-            if Mean is not None:
-                x = (x - mean) * rstd
-            y, _ = _phi(x, first_, second, KIND)
-            _store(Out, start, offset, mask, y * scale + shift, TILE)
+    scale, shift = _number(Scale, at.sets, at.valid, 1.0), _number(Shift, at.sets, at.valid, 0.0)
+    mean, rstd = _standardization(Mean, Var, at, eps)
+    _over(at, _mapped, (Out, X, mean, rstd, (KIND, first, second), scale, shift), (), TILE)
+
+
+@triton.jit
+def _mapped_back(tile, given, sums, TILE: tl.constexpr):
+    GradX, X, Grad, mean, rstd, activation, factor = given
+    g = _load(Grad, tile, TILE)
+    y, slope = _phi_of(X, tile, mean, rstd, activation, TILE)
+    _store(GradX, tile, g * factor * slope, TILE)
+    return sums[0] + _kept(g * y, tile, 0.0, TILE), sums[1] + g
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _map_back(
-    GradX, X, Grad, Scale, Sums, Mean, Var, eps, first_, second,
+    GradX, X, Grad, Scale, Sums, Mean, Var, eps, first, second,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, entries,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x, and leave sums of grad * phi and of grad."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    scale = _channel(Scale, at, 1.0)
-    mean, rstd = _channel(Mean, at, 0.0), _rstd(Var, at, eps)
-    of_scale = tl.zeros([TILE.rows, TILE.cols], tl.float32)
-    of_shift = tl.zeros([TILE.rows, TILE.cols], tl.float32)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, _ = _elements(at, r, first, TILE)
-            g = _load(Grad, start, offset, mask, TILE)
-            x = _load(X, start, offset, mask, TILE)
-            if Mean is not None:
-                x = (x - mean) * rstd
-            y, slope = _phi(x, first_, second, KIND)
-            of_scale += _kept(g * y, mask, 0.0, TILE)
-            of_shift += g
-            _store(GradX, start, offset, mask, g * (scale * rstd) * slope, TILE)
+    mean, rstd = _standardization(Mean, Var, at, eps)
+    factor = _number(Scale, at.sets, at.valid, 1.0) * rstd
+    given = GradX, X, Grad, mean, rstd, (KIND, first, second), factor
+    of_scale, of_shift = _over(at, _mapped_back, given, (_zeros(TILE), _zeros(TILE)), TILE)
     _leave_affine(Sums, at, of_scale, TILE)
     _leave_affine(Sums + entries, at, of_shift, TILE)
+
+
+@triton.jit
+def _combined(tile, given, sums, TILE: tl.constexpr):
+    GradX, X, Grad, a, b, c = given
+    grad_x = _load(Grad, tile, TILE) * a + (_load(X, tile, TILE) * b + c)
+    _store(GradX, tile, grad_x, TILE)
+    return sums
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -150,15 +156,7 @@ def _combine(
 ):  # fmt: skip
     """Write grad * a + x * b + c, by three rows of a table."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    a, b, c = _row(Table, 0, sets, at), _row(Table, 1, sets, at), _row(Table, 2, sets, at)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, _ = _elements(at, r, first, TILE)
-            g = _load(Grad, start, offset, mask, TILE)
-            grad_x = g * a + (_load(X, start, offset, mask, TILE) * b + c)
-            _store(GradX, start, offset, mask, grad_x, TILE)
+    _over(at, _combined, (GradX, X, Grad) + _rows(Table, 0, 3, sets, at), (), TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -170,8 +168,14 @@ def _moments(
     """Leave mean and sum of squared deviations of a program's share of each set."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
     mean, squares, _, _ = _mean_and_squares(X, at, TILE)
-    _leave(Parts, 0, sets, at, mean)
-    _leave(Parts, 1, sets, at, squares)
+    _leave(Parts, sets, at, (mean, squares))
+
+
+@triton.jit
+def _products(tile, given, sums, TILE: tl.constexpr):
+    X, Grad, mean = given
+    g = _load(Grad, tile, TILE)
+    return sums[0] + g, sums[1] + g * (_load(X, tile, TILE) - mean)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -182,30 +186,12 @@ def _sums(
 ):  # fmt: skip
     """Leave sums of grad and of grad * (x - mean) over a program's share of each set."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    mean = tl.load(Mean + at.sets % channels, mask=at.valid, other=0.0).to(tl.float32)
-    total = tl.zeros([TILE.rows, TILE.cols], tl.float32)
-    product = tl.zeros([TILE.rows, TILE.cols], tl.float32)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, _ = _elements(at, r, first, TILE)
-            g = _load(Grad, start, offset, mask, TILE)
-            total += g
-            product += g * (_load(X, start, offset, mask, TILE) - mean)
-    _leave(Parts, 0, sets, at, _total(total, TILE))
-    _leave(Parts, 1, sets, at, _total(product, TILE))
+    mean = _number(Mean, at.sets % channels, at.valid, 0.0)
+    sums = _over(at, _products, (X, Grad, mean), (_zeros(TILE), _zeros(TILE)), TILE)
+    _leave(Parts, sets, at, _totals(sums, TILE))
 
 
 # Migrated group normalization: what `_GroupAffine` computes, a program a sample and group
-
-
-@triton.jit
-def _number(P, channel, mask, instead):
-    if P is None:
-        return channel.to(tl.float32) * 0 + instead
-    else:
-        return tl.load(P + channel, mask=mask, other=instead).to(tl.float32)
 
 
 @triton.jit
@@ -390,13 +376,14 @@ def _plan(
     if not is_dense(size, stride):
         return None
     channel = channel_dim % len(size)
-    dims = tuple(d for d in range(len(size)) if d != channel and not (per_sample and d == 0))
+    apart = {0, channel} if per_sample else {channel}
+    dims = tuple(d for d in range(len(size)) if d not in apart)
     channels = torch.Size(n if d == channel else 1 for d, n in enumerate(size))
     layout = layout_of(size, stride, dims, channels)
     plan = plan_of(layout.shape, layout.dims, layout.affine, busy)
-    lies = plan is not None and plan.tile.along == "sets" and plan.tile.merge == 1
-    ordered = [d for d in layout.order if d not in dims] == sorted({0, channel} - set(dims))
-    return plan if lies and ordered else None
+    if plan is None or [d for d in layout.order if d in apart] != sorted(apart):
+        return None
+    return plan if plan.tile.along == "sets" and plan.tile.merge == 1 else None
 
 
 def plan_for(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> LaunchPlan | None:
@@ -409,10 +396,6 @@ def plan_for(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> Launc
 def _like(grad: Tensor, x: Tensor) -> Tensor:
     """Return a gradient that lies in memory as `x` does."""
     return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
-
-
-def _room(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 class ChannelMapOnGPU(torch.autograd.Function):
@@ -467,7 +450,7 @@ def _map_backward(
     x: Tensor, grad: Tensor, scale: Any, mean: Any, var: Any, eps: float, phi: Any, plan: LaunchPlan
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and those of scale and shift, (2, C)."""
-    grad_x, sums = torch.empty_like(x), _room(x, 2, *plan.gradients)
+    grad_x, sums = torch.empty_like(x), ours.room(x, 2, *plan.gradients)
     kind, *numbers = phi
     tensors = grad_x, x, _like(grad, x), scale, sums, mean, var
     arguments = *tensors, eps, *numbers, *plan.numbers, sums.numel() // 2
@@ -490,7 +473,7 @@ class ProxyActivationOnGPU(torch.autograd.Function):
     ) -> Tensor:
         eps, divide, samples = settings
         kind, *numbers = phi
-        table, out = _room(x, 5, plan.sets), torch.empty_like(x)
+        table, out = ours.room(x, 5, plan.sets), torch.empty_like(x)
         quantiles = _quantiles_on(samples, x.device)
         arguments = table, *given, quantiles, strength.source, strength.unit, eps, *numbers
         _launch_table(_proxy_table, plan.sets, *arguments, plan.sets, samples, kind, divide)
@@ -507,7 +490,7 @@ class ProxyActivationOnGPU(torch.autograd.Function):
         _, divide, samples = ctx.settings
         channels = ctx.plan.sets
         grad_x, sums = _map_backward(x, grads[0], table[0], None, None, 0.0, ctx.phi, ctx.plan)
-        gradients = _room(x, 4, channels)
+        gradients = ours.room(x, 4, channels)
         kind, *numbers = ctx.phi
         arguments = gradients, sums, table, *given[:5], _quantiles_on(samples, x.device), *numbers
         _launch_table(_proxy_gradients, channels, *arguments, channels, samples, kind, divide)
@@ -536,9 +519,9 @@ class MigratedNormOnGPU(torch.autograd.Function):
     ) -> Tensor:
         weight, bias, mean, var, gain, eps, source_eps = given
         samples, channels = x.shape[:2]
-        parts = _room(x, 2, plan.splits, plan.sets)
+        parts = ours.room(x, 2, plan.splits, plan.sets)
         ours.launch(_moments, plan, parts, x, *plan.numbers)
-        table, kept = _room(x, 2, plan.sets), _room(x, 3, samples, num_groups)
+        table, kept = ours.room(x, 2, plan.sets), ours.room(x, 3, samples, num_groups)
         of_group = channels // num_groups
         block = triton.next_power_of_2(of_group)
         grid = samples, num_groups
@@ -560,9 +543,9 @@ class MigratedNormOnGPU(torch.autograd.Function):
         x, weight, mean, var, gain, source_eps, kept = ctx.saved_tensors
         plan, (samples, channels) = ctx.plan, x.shape[:2]
         grad = _like(grads[0], x)
-        parts = _room(x, 2, plan.splits, plan.sets)
+        parts = ours.room(x, 2, plan.splits, plan.sets)
         ours.launch(_sums, plan, parts, x, grad, mean, *plan.numbers, channels)
-        table, sums = _room(x, 3, plan.sets), _room(x, 2, samples, channels)
+        table, sums = ours.room(x, 3, plan.sets), ours.room(x, 2, samples, channels)
         of_group = channels // ctx.num_groups
         size = x.numel() // (samples * channels)
         tensors = table, sums, kept, parts, mean, var, gain, weight, source_eps

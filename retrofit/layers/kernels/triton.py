@@ -13,13 +13,15 @@ them to finish adds them up, always in the same order: no result depends on whic
 first. Tables hold a number a set, a row a field (`_MEAN` and so on).
 """
 
-# ruff: noqa: RET505 - Triton compiles what stands behind a branch by a constant, but not its `else`
+# ruff: noqa: RET505 - Triton compiles what stands behind a branch by a constant, but not its
+# `else`, and adds tuples, but does not unpack them
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
+import math
 import os
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +37,6 @@ from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY
 
 READS_STRENGTH = True
 
-# Stages in one launch
-_ALL = -1
 # Partial sums that the last program adds up at a time
 _SHARES = tl.constexpr(16)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -49,23 +49,23 @@ _SMALL_POWER, _SMALL = tl.constexpr(0.5), tl.constexpr(0.2)
 
 # Rows of the table that the forward pass leaves: the first four as in `eager.FIELDS`
 _MEAN, _VAR, _RSTD, _STEP = map(tl.constexpr, range(4))
-_BY_M1, _BY_M2, _BY_M3, _BY_M45, _BY_V = map(tl.constexpr, range(4, 9))
-_SPREAD, _T, _LOW, _HIGH, _CENTRE = map(tl.constexpr, range(9, 14))
-_FIELDS = 14
-# Stages after which programs that share a set merge what they found: four and one
-_COUNTERS = 5
-# Of the table that the sums of the backward pass leave
-_PULL, _OFFSET, _TILT = map(tl.constexpr, range(3))
+# Derivatives of the step by its moments and by v; t, and the noise's scale
+_SLOPES, _T, _SPREAD = map(tl.constexpr, (4, 9, 10))
+# Of a stage for a later one: the extremes, and the mean of what gets noise
+_BOUNDS, _CENTRE = map(tl.constexpr, (11, 13))
+# Then, of the backward pass: the factors of `_tendencies`, of 1 and of h in the gradient of x
+_PROJECTION = tl.constexpr(11)
+_FIELDS = tl.constexpr(14)
+
+_NUMBERS = ["outer_stride", "inner", "inner_stride", "stride", "lanes", "runs", "share"]
+_NUMBERS += ["by_inner", "sets", "entries"]
+
 
 # Coefficients of polynomials, highest power first
 _NUMERATOR, _DENOMINATOR = tl.constexpr(NUMERATOR), tl.constexpr(DENOMINATOR)
 # expm1(u) / u, and its derivative
 _GROWTH = tl.constexpr((1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0))
 _SLOPE = tl.constexpr((1 / 144, 1 / 30, 1 / 8, 1 / 3, 1 / 2))
-
-
-_NUMBERS = ["outer_stride", "inner", "inner_stride", "stride", "lanes", "runs", "share"]
-_NUMBERS += ["by_inner", "sets", "entries"]
 
 
 @triton.jit
@@ -147,6 +147,30 @@ def _power(change):
 
 
 @triton.jit
+def _far(power):
+    """Return a power where no p is near 0: without the choice of exponents, and without series."""
+    return _Power(power.up, power.down, power.by_up, power.by_down, None, None)
+
+
+class _Psi(NamedTuple):
+    """psi, and what its derivatives share."""
+
+    y: Any
+    a: Any
+    log2: Any
+    # log(1 + |h|), and with the sign of h
+    log: Any
+    signed: Any
+    negative: Any
+    # E, expm1(p * log) and sign / p
+    grown: Any
+    growth: Any
+    inverse: Any
+    # p * log, where E has that exponent
+    u: Any
+
+
+@triton.jit
 def _psi(h, power):
     """Return psi(h; lambda) and what its derivatives share."""
     a = tl.abs(h)
@@ -156,12 +180,15 @@ def _psi(h, power):
     exponent = tl.where(negative, power.down, power.up)
     inverse = tl.where(negative, power.by_down, power.by_up)
     grown = _exp2(exponent * log2)
-    growth = a * power.usual * grown + (grown - 1)
     signed = tl.where(negative, -log, log)
     u = exponent * log
-    series = tl.abs(u) < power.small
-    y = tl.where(series, signed * _polynomial(u, _GROWTH), growth * inverse)
-    return y, a, log2, log, signed, negative, grown, growth, inverse, series, u
+    if power.small is None:
+        growth = a * grown + (grown - 1)
+        y = growth * inverse
+    else:
+        growth = a * power.usual * grown + (grown - 1)
+        y = tl.where(tl.abs(u) < power.small, signed * _polynomial(u, _GROWTH), growth * inverse)
+    return _Psi(y, a, log2, log, signed, negative, grown, growth, inverse, u)
 
 
 @triton.jit
@@ -177,17 +204,23 @@ def _tendencies(h, a, log, negative, inverse, by_m1, by_m2, by_m3, by_m45):
 
 
 @triton.jit
-def _pulls(h, g, power, table):
-    """Return y, g * d psi / d h, g * d psi / d lambda and `_tendencies`."""
-    y, a, log2, log, signed, negative, grown, growth, by, series, u = _psi(h, power)
-    inverse = _exp2(-log2)
-    direct = g * grown * (inverse + power.usual * (1 - inverse))
-    exact = by * (signed * (growth + 1) - y)
-    to_lmbda = g * tl.where(series, log * log * _polynomial(u, _SLOPE), exact)
+def _pulls(h, g, power, slopes):
+    """Return y, g * d psi / d h, g * d psi / d lambda and `_tendencies`; `slopes` are the step's
+    derivatives.
+    """
+    psi = _psi(h, power)
+    inverse = _exp2(-psi.log2)
+    by_lmbda = psi.inverse * (psi.signed * (psi.growth + 1) - psi.y)
+    if power.small is None:
+        direct = g * psi.grown
+    else:
+        direct = g * psi.grown * (inverse + power.usual * (1 - inverse))
+        series = psi.log * psi.log * _polynomial(psi.u, _SLOPE)
+        by_lmbda = tl.where(tl.abs(psi.u) < power.small, series, by_lmbda)
     moved = _tendencies(
-        h, a, log, negative, inverse, table.by_m1, table.by_m2, table.by_m3, table.by_m45
+        h, psi.a, psi.log, psi.negative, inverse, slopes[0], slopes[1], slopes[2], slopes[3]
     )
-    return y, direct, to_lmbda, moved
+    return psi.y, direct, g * by_lmbda, moved
 
 
 @triton.jit
@@ -333,95 +366,156 @@ def _elements(at, r, first, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load(P, start, offset, mask, TILE: tl.constexpr):
+def _load(P, tile, TILE: tl.constexpr):
+    """Load a tile, 0 beyond the end of its sets."""
     if TILE.even:
-        return tl.load(P + start + offset).to(tl.float32)
+        return tl.load(P + tile[0] + tile[1]).to(tl.float32)
     else:
-        return tl.load(P + start + offset, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(P + tile[0] + tile[1], mask=tile[2], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(P, start, offset, mask, value, TILE: tl.constexpr):
+def _store(P, tile, value, TILE: tl.constexpr):
     value = value.to(P.dtype.element_ty)
     if TILE.even:
-        tl.store(P + start + offset, value)
+        tl.store(P + tile[0] + tile[1], value)
     else:
-        tl.store(P + start + offset, value, mask=mask)
+        tl.store(P + tile[0] + tile[1], value, mask=tile[2])
 
 
 @triton.jit
-def _kept(value, mask, instead, TILE: tl.constexpr):
-    return value if TILE.even else tl.where(mask, value, instead)
+def _kept(value, tile, instead, TILE: tl.constexpr):
+    return value if TILE.even else tl.where(tile[2], value, instead)
 
 
 @triton.jit
-def _spread_out(of_lanes, TILE: tl.constexpr):
-    """Broadcast a number of each set of merged lanes to these."""
-    wide = tl.broadcast_to(of_lanes[:, None], [TILE.cols // TILE.merge, TILE.merge])
-    return tl.reshape(wide, [1, TILE.cols])
+def _standard(X, tile, mean, rstd, TILE: tl.constexpr):
+    """Load and standardize a tile; 0 beyond the end of its sets."""
+    return (_kept(_load(X, tile, TILE), tile, mean, TILE) - mean) * rstd
+
+
+# The skeleton: a formula takes a tile, what it needs beside, and the sums up to there, and returns
+# them with the tile's own. One that writes has none.
 
 
 @triton.jit
-def _total(tile, TILE: tl.constexpr):
-    """Sum over the elements of each set."""
-    if TILE.way == "rows":
-        return tl.sum(tile, 1, keep_dims=True)
-    elif TILE.way == "columns":
-        lanes = tl.sum(tile, 0, keep_dims=True)
-        if TILE.merge == 1:
-            return lanes
-        else:
-            merged = tl.reshape(lanes, [TILE.cols // TILE.merge, TILE.merge])
-            return _spread_out(tl.sum(merged, 1), TILE)
+def _over(at, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr):
+    """Go through a program's elements."""
+    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+    for r in range(begin, end, TILE.rows):
+        sums = _over_lanes(at, r, FORMULA, given, sums, TILE)
+    return sums
+
+
+@triton.jit
+def _over_lanes(at, r, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr):
+    lanes = TILE.cols if TILE.narrow else at.lanes
+    for first in range(0, lanes, TILE.cols):
+        sums = FORMULA(_elements(at, r, first, TILE), given, sums, TILE)
+    return sums
+
+
+@triton.jit
+def _over_by_power(
+    at, OVER: tl.constexpr, FORMULA: tl.constexpr, given, power, sums, TILE: tl.constexpr
+):
+    """Go through a program's elements with a power, where no p is near 0 without its series."""
+    # Apart, for the first is decided when this is compiled
+    if TILE.single:  # noqa: SIM114
+        sums = OVER(at, FORMULA, given + (power,), sums, TILE)
+    elif tl.max(power.small) > 0:
+        sums = OVER(at, FORMULA, given + (power,), sums, TILE)
     else:
-        return tl.sum(tl.sum(tile, 1, keep_dims=True), 0, keep_dims=True)
+        sums = OVER(at, FORMULA, given + (_far(power),), sums, TILE)
+    return sums
 
 
 @triton.jit
-def _most(tile, TILE: tl.constexpr):
-    """Return the largest element of each set."""
-    if TILE.way == "rows":
-        return tl.max(tile, 1, keep_dims=True)
-    elif TILE.way == "columns":
-        lanes = tl.max(tile, 0, keep_dims=True)
-        if TILE.merge == 1:
-            return lanes
-        else:
-            merged = tl.reshape(lanes, [TILE.cols // TILE.merge, TILE.merge])
-            return _spread_out(tl.max(merged, 1), TILE)
+def _number(P, place, mask, instead):
+    """Load numbers in whatever type, `instead` where there are none."""
+    if P is None:
+        return place.to(tl.float32) * 0 + instead
     else:
-        return tl.max(tl.max(tile, 1, keep_dims=True), 0, keep_dims=True)
+        return tl.load(P + place, mask=mask, other=instead).to(tl.float32)
+
+
+@triton.jit
+def _zeros(TILE: tl.constexpr):
+    return tl.zeros([TILE.rows, TILE.cols], tl.float32)
+
+
+@triton.jit
+def _of_lanes(lanes, LARGEST: tl.constexpr, TILE: tl.constexpr):
+    """Sum over the lanes of each set of columns, or return the largest."""
+    if TILE.merge == 1:
+        return lanes
+    else:
+        merged = tl.reshape(lanes, [TILE.cols // TILE.merge, TILE.merge])
+        of_sets = tl.max(merged, 1) if LARGEST else tl.sum(merged, 1)
+        wide = tl.broadcast_to(of_sets[:, None], [TILE.cols // TILE.merge, TILE.merge])
+        return tl.reshape(wide, [1, TILE.cols])
+
+
+@triton.jit
+def _of_sets(tile, LARGEST: tl.constexpr, TILE: tl.constexpr):
+    """Sum over the elements of each set, or return the largest."""
+    if TILE.way != "columns":
+        tile = tl.max(tile, 1, keep_dims=True) if LARGEST else tl.sum(tile, 1, keep_dims=True)
+    if TILE.way != "rows":
+        tile = tl.max(tile, 0, keep_dims=True) if LARGEST else tl.sum(tile, 0, keep_dims=True)
+    return _of_lanes(tile, LARGEST, TILE)
+
+
+@triton.jit
+def _totals(sums, TILE: tl.constexpr):
+    totals = ()
+    for k in tl.static_range(len(sums)):
+        totals = totals + (_of_sets(sums[k], False, TILE),)
+    return totals
+
+
+@triton.jit
+def _keep(Table, FIELD: tl.constexpr, sets, at, values):
+    """Store numbers of each set, in rows of a table from `FIELD` on."""
+    for k in tl.static_range(len(values)):
+        tl.store(Table + (FIELD + k) * sets + at.sets, values[k], mask=at.valid)
 
 
 @triton.jit
 def _row(Table, FIELD: tl.constexpr, sets, at):
-    """Load a number of each set."""
     return tl.load(Table + FIELD * sets + at.sets, mask=at.valid, other=0.0)
 
 
 @triton.jit
-def _keep(Table, FIELD: tl.constexpr, sets, at, value):
-    tl.store(Table + FIELD * sets + at.sets, value, mask=at.valid)
+def _rows(Table, FIELD: tl.constexpr, COUNT: tl.constexpr, sets, at):
+    """Load numbers of each set."""
+    rows = ()
+    for k in tl.static_range(COUNT):
+        rows = rows + (_row(Table, FIELD + k, sets, at),)
+    return rows
 
 
 # Programs that share a set
 
 
 @triton.jit
-def _leave(Parts, K: tl.constexpr, sets, at, value):
-    part = (K * tl.num_programs(1) + tl.program_id(1)) * sets
-    tl.store(Parts + part + at.sets, value, mask=at.valid)
+def _leave(Parts, sets, at, values):
+    for k in tl.static_range(len(values)):
+        part = (k * tl.num_programs(1) + tl.program_id(1)) * sets
+        tl.store(Parts + part + at.sets, values[k], mask=at.valid)
 
 
 @triton.jit
-def _is_last(Counters, STAGE: tl.constexpr):
-    """Whether the other programs that share this one's sets have left their parts."""
+def _is_last(Table, sets):
+    """Whether the other programs that share this one's sets have left their parts, which programs
+    count behind the table.
+    """
     # All threads' parts are written before one thread counts the program
     tl.debug_barrier()
-    counter = Counters + STAGE * tl.num_programs(0) + tl.program_id(0)
-    last = tl.atomic_add(counter, 1) == tl.num_programs(1) - 1
-    # For the next time
-    tl.store(counter, 0, mask=last)
+    counter = Table + _FIELDS * sets + tl.program_id(0)
+    last = tl.atomic_add(counter, 1.0) == tl.num_programs(1) - 1
+    # For the next launch
+    tl.store(counter, 0.0, mask=last)
     return last
 
 
@@ -435,22 +529,24 @@ def _parts(Parts, K: tl.constexpr, first, sets, at):
 
 
 @triton.jit
-def _collect(Parts, K: tl.constexpr, sets, at):
-    """Add up all programs' parts, in their order."""
+def _collect(Parts, K: tl.constexpr, LARGEST: tl.constexpr, sets, at):
+    """Add up all programs' parts, in their order, or return the largest."""
     part, _ = _parts(Parts, K, 0, sets, at)
     for first in range(_SHARES, tl.num_programs(1), _SHARES):
         more, _ = _parts(Parts, K, first, sets, at)
-        part += more
-    return tl.sum(part, 0, keep_dims=True)
+        part = tl.maximum(part, more) if LARGEST else part + more
+    if LARGEST:
+        return tl.max(part, 0, keep_dims=True)
+    else:
+        return tl.sum(part, 0, keep_dims=True)
 
 
 @triton.jit
-def _widest(Parts, K: tl.constexpr, sets, at):
-    part, _ = _parts(Parts, K, 0, sets, at)
-    for first in range(_SHARES, tl.num_programs(1), _SHARES):
-        more, _ = _parts(Parts, K, first, sets, at)
-        part = tl.maximum(part, more)
-    return tl.max(part, 0, keep_dims=True)
+def _collected(Parts, COUNT: tl.constexpr, sets, at):
+    totals = ()
+    for k in tl.static_range(COUNT):
+        totals = totals + (_collect(Parts, k, False, sets, at),)
+    return totals
 
 
 @triton.jit
@@ -478,7 +574,16 @@ def _share_of(s, share, runs):
     return tl.where(left < 0, 0, tl.where(left < share, left, share))
 
 
-# Passes over a program's elements
+# Mean and variance
+
+
+@triton.jit
+def _apart(tile, given, sums, TILE: tl.constexpr):
+    """Add up deviations from a number of each set, and their squares; keep the extremes."""
+    X, about = given
+    total, power, low, high = sums
+    apart = _kept(_load(X, tile, TILE), tile, about, TILE) - about
+    return total + apart, power + apart * apart, tl.maximum(low, -apart), tl.maximum(high, apart)
 
 
 @triton.jit
@@ -486,218 +591,70 @@ def _mean_and_squares(X, at, TILE: tl.constexpr):
     """Return mean, sum of squared deviations, and the extremes (-low, high), in one pass about the
     mean of the first tile.
     """
-    start, offset, mask, _ = _elements(at, at.start, 0, TILE)
-    x = _load(X, start, offset, mask, TILE)
-    there = tl.maximum(_total(mask.to(tl.float32), TILE), 1.0)
-    about = _total(_kept(x, mask, 0.0, TILE), TILE) / there
-    zero = tl.zeros([TILE.rows, TILE.cols], tl.float32)
-    total, power, low, high = zero, zero, zero, zero
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, _ = _elements(at, r, first, TILE)
-            apart = _kept(_load(X, start, offset, mask, TILE) - about, mask, 0.0, TILE)
-            total += apart
-            power += apart * apart
-            low = tl.maximum(low, -apart)
-            high = tl.maximum(high, apart)
+    tile = _elements(at, at.start, 0, TILE)
+    there = tl.maximum(_of_sets(tile[2].to(tl.float32), False, TILE), 1.0)
+    about = _of_sets(_load(X, tile, TILE), False, TILE) / there
+    zero = _zeros(TILE)
+    total, power, low, high = _over(at, _apart, (X, about), (zero, zero, zero, zero), TILE)
     count = ((at.stop - at.start) * at.width).to(tl.float32)
-    shift = _total(total, TILE) / count
-    squares = _total(power, TILE) - shift * shift * count
+    shift = _of_sets(total, False, TILE) / count
+    squares = _of_sets(power, False, TILE) - shift * shift * count
     mean = about + tl.where(shift == shift, shift, 0.0)
     squares = tl.where(squares < 0, 0.0, squares)
-    return mean, squares, _most(low, TILE) - about, _most(high, TILE) + about
+    return mean, squares, _of_sets(low, True, TILE) - about, _of_sets(high, True, TILE) + about
 
 
 @triton.jit
-def _sums(X, at, OF: tl.constexpr, given, TILE: tl.constexpr):
-    """Sum what `OF` returns of each element and `given`."""
-    zero = tl.zeros([TILE.rows, TILE.cols], tl.float32)
-    a, b, c, d = zero, zero, zero, zero
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, _ = _elements(at, r, first, TILE)
-            values = OF(_load(X, start, offset, mask, TILE), given)
-            a += _kept(values[0], mask, 0.0, TILE)
-            if len(values) > 1:
-                b += _kept(values[1], mask, 0.0, TILE)
-                c += _kept(values[2], mask, 0.0, TILE)
-                d += _kept(values[3], mask, 0.0, TILE)
-    return _total(a, TILE), _total(b, TILE), _total(c, TILE), _total(d, TILE)
-
-
-@triton.jit
-def _moments_of(x, given):
-    return _moments((x - given[0]) * given[1])
-
-
-@triton.jit
-def _psi_of(x, given):
-    return (_psi((x - given[0]) * given[1], given[2])[0],)
-
-
-@triton.jit
-def _distance_of(x, given):
-    return (tl.abs(_psi((x - given[0]) * given[1], given[2])[0] - given[3]),)
-
-
-@triton.jit
-def _write(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE: tl.constexpr):
-    """Write psi, its noise, gamma and beta."""
-    if Weight is not None and TILE.along == "sets":
-        gamma = _gamma(Weight, at, TILE)
-    if Bias is not None and TILE.along == "sets":
-        beta = _gamma(Bias, at, TILE)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, parameter = _elements(at, r, first, TILE)
-            y = _psi((_load(X, start, offset, mask, TILE) - mean) * rstd, power)[0]
-            if Seed is not None:
-                y += _normal(start + offset, Seed) * amount
-            if TILE.along == "sets":
-                if Weight is not None:
-                    y *= gamma
-                if Bias is not None:
-                    y += beta
-            else:
-                if Weight is not None:
-                    y *= tl.load(Weight + parameter, mask=mask, other=0.0).to(tl.float32)
-                if Bias is not None:
-                    y += tl.load(Bias + parameter, mask=mask, other=0.0).to(tl.float32)
-            _store(Out, start, offset, mask, y, TILE)
-
-
-@triton.jit
-def _gamma(P, at, TILE: tl.constexpr):
-    """Load gammas that no element changes."""
-    if TILE.way == "columns":
-        return tl.load(P + at.lane, mask=at.held, other=0.0).to(tl.float32)
-    else:
-        return tl.load(P + at.parameter + at.sets * 0, mask=at.valid, other=0.0).to(tl.float32)
-
-
-# The two passes of a layer
+def _standardization(mean, squares, low, high, at, eps):
+    """Return mean, variance, 1 / std, and the standardized extremes."""
+    var = squares / at.count.to(tl.float32)
+    rstd = 1 / tl.sqrt(var + eps)
+    return mean, var, rstd, -(low + mean) * rstd, (high - mean) * rstd
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _forward(
-    Out, X, Weight, Bias, Table, Parts, Counters, Code, Seed,
-    RunningMean, RunningVar, RunningLambda, Batches, Momentum,
-    unit, alpha, noise, eps, momentum,
+def _statistics(
+    X, Table, Parts, eps,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
-    STAGE: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Stage 0 finds mean and variance, 1 the step, 2 and 3 the noise's scale, 4 writes; -1 is all
-    at once.
-    """
+    """Keep mean and variance."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    t = tl.load(Code).to(tl.float32) * unit
-    count = at.count.to(tl.float32)
+    _leave(Parts, sets, at, _mean_and_squares(X, at, TILE))
+    if _is_last(Table, sets):
+        mean, squares = _merged(Parts, sets, at, share, runs)
+        low, high = _collect(Parts, 2, True, sets, at), _collect(Parts, 3, True, sets, at)
+        mean, var, rstd, low, high = _standardization(mean, squares, low, high, at, eps)
+        _keep(Table, _MEAN, sets, at, (mean, var, rstd))
+        _keep(Table, _BOUNDS, sets, at, (low, high))
 
-    if STAGE <= 0:
-        mean, squares, low, high = _mean_and_squares(X, at, TILE)
-        if STAGE == 0:
-            _leave(Parts, 0, sets, at, mean)
-            _leave(Parts, 1, sets, at, squares)
-            _leave(Parts, 2, sets, at, low)
-            _leave(Parts, 3, sets, at, high)
-            if _is_last(Counters, 0):
-                mean, squares = _merged(Parts, sets, at, share, runs)
-                var = squares / count
-                rstd = 1 / tl.sqrt(var + eps)
-                _keep(Table, _MEAN, sets, at, mean)
-                _keep(Table, _VAR, sets, at, var)
-                _keep(Table, _RSTD, sets, at, rstd)
-                _keep(Table, _LOW, sets, at, -(_widest(Parts, 2, sets, at) + mean) * rstd)
-                _keep(Table, _HIGH, sets, at, (_widest(Parts, 3, sets, at) - mean) * rstd)
-        else:
-            var = squares / count
-            rstd = 1 / tl.sqrt(var + eps)
-            low, high = -(low + mean) * rstd, (high - mean) * rstd
-    else:
-        mean, rstd = _row(Table, _MEAN, sets, at), _row(Table, _RSTD, sets, at)
 
-    if STAGE == -1 or STAGE == 1:
-        m1, m2, m3, m45 = _sums(X, at, _moments_of, (mean, rstd), TILE)
-        if STAGE == 1:
-            _leave(Parts, 0, sets, at, m1)
-            _leave(Parts, 1, sets, at, m2)
-            _leave(Parts, 2, sets, at, m3)
-            _leave(Parts, 3, sets, at, m45)
-            if _is_last(Counters, 1):
-                m1, m2 = _collect(Parts, 0, sets, at), _collect(Parts, 1, sets, at)
-                m3, m45 = _collect(Parts, 2, sets, at), _collect(Parts, 3, sets, at)
-                var = _row(Table, _VAR, sets, at)
-                low, high = _row(Table, _LOW, sets, at), _row(Table, _HIGH, sets, at)
-                step = _estimate(Table, sets, at, m1, m2, m3, m45, var, rstd, low, high, t)
-                _follow(
-                    RunningMean, RunningVar, RunningLambda, Momentum, momentum, at, mean, var, step
-                )
-        else:
-            step = _estimate(Table, sets, at, m1, m2, m3, m45, var, rstd, low, high, t)
-            _follow(RunningMean, RunningVar, RunningLambda, Momentum, momentum, at, mean, var, step)
-    elif STAGE > 1:
-        step = _row(Table, _STEP, sets, at)
-
-    if STAGE == -1 or STAGE > 1:
-        power = _power(t * alpha * step)
-    spread = mean * 0
-    if Seed is not None:
-        if STAGE == -1 or STAGE == 2:
-            centre, _, _, _ = _sums(X, at, _psi_of, (mean, rstd, power), TILE)
-            if STAGE == 2:
-                _leave(Parts, 0, sets, at, centre)
-                if _is_last(Counters, 2):
-                    _keep(Table, _CENTRE, sets, at, _collect(Parts, 0, sets, at) / count)
-            else:
-                centre = centre / count
-        if STAGE == 3:
-            centre = _row(Table, _CENTRE, sets, at)
-        if STAGE == -1 or STAGE == 3:
-            spread, _, _, _ = _sums(X, at, _distance_of, (mean, rstd, power, centre), TILE)
-            if STAGE == 3:
-                _leave(Parts, 0, sets, at, spread)
-                if _is_last(Counters, 3):
-                    _keep(Table, _SPREAD, sets, at, _collect(Parts, 0, sets, at) / count)
-            else:
-                spread = spread / count
-        if STAGE == 4:
-            spread = _row(Table, _SPREAD, sets, at)
-
-    if STAGE == -1 or STAGE == 4:
-        amount = noise * t * spread
-        _write(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE)
-        if STAGE == -1:
-            _keep(Table, _MEAN, sets, at, mean)
-            _keep(Table, _VAR, sets, at, var)
-            _keep(Table, _RSTD, sets, at, rstd)
-            _keep(Table, _SPREAD, sets, at, spread)
-        if Batches is not None:
-            first = tl.program_id(0) + tl.program_id(1) == 0
-            tl.store(Batches, tl.load(Batches) + 1, mask=first)
+# The step of lambda, and the running statistics
 
 
 @triton.jit
-def _estimate(Table, sets, at, m1, m2, m3, m45, var, rstd, low, high, t):
+def _of_step(tile, given, sums, TILE: tl.constexpr):
+    X, mean, rstd = given
+    m1, m2, m3, m45 = _moments(_standard(X, tile, mean, rstd, TILE))
+    return sums[0] + m1, sums[1] + m2, sums[2] + m3, sums[3] + m45
+
+
+@triton.jit
+def _sums_of_step(X, at, mean, rstd, TILE: tl.constexpr):
+    zero = _zeros(TILE)
+    return _totals(_over(at, _of_step, (X, mean, rstd), (zero, zero, zero, zero), TILE), TILE)
+
+
+@triton.jit
+def _keep_step(Table, sets, at, moments, var, rstd, low, high, t):
     """Keep the step of each set, from sums over it, and its gradient; return the step."""
     count = at.count.to(tl.float32)
+    m1, m2, m3, m45 = moments
     v = var * rstd * rstd
-    step, by_m1, by_m2, by_m3, by_m45, by_v = _first_step(
-        m1 / count, m2 / count, m3 / count, m45 / count, v, low, high
-    )
-    _keep(Table, _STEP, sets, at, step)
-    _keep(Table, _BY_M1, sets, at, by_m1)
-    _keep(Table, _BY_M2, sets, at, by_m2)
-    _keep(Table, _BY_M3, sets, at, by_m3)
-    _keep(Table, _BY_M45, sets, at, by_m45)
-    _keep(Table, _BY_V, sets, at, by_v)
-    _keep(Table, _T, sets, at, step * 0 + t)
-    return step
+    found = _first_step(m1 / count, m2 / count, m3 / count, m45 / count, v, low, high)
+    _keep(Table, _STEP, sets, at, found)
+    _keep(Table, _T, sets, at, (found[0] * 0 + t,))
+    return found[0]
 
 
 @triton.jit
@@ -719,129 +676,191 @@ def _move(Running, at, momentum, value):
         tl.store(Running + at.sets, new.to(Running.dtype.element_ty), mask=at.valid)
 
 
-class _Gradient(NamedTuple):
-    by_m1: Any
-    by_m2: Any
-    by_m3: Any
-    by_m45: Any
+@triton.jit
+def _count_batch(Batches):
+    if Batches is not None:
+        first = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(Batches, tl.load(Batches) + 1, mask=first)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def _backward(
-    GradX, X, Grad, Weight, Table, Pulls, Parts, Counters, OfAffine, Seed,
-    alpha, noise, eps,
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, entries,
-    STAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Stage 0 sums, 1 writes, -1 is both at once. `OfAffine` receives sums of grad * y and of grad,
-    `entries` each.
-    """
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    count = at.count.to(tl.float32)
-    t = _row(Table, _T, sets, at)
-    mean, rstd = _row(Table, _MEAN, sets, at), _row(Table, _RSTD, sets, at)
-    power = _power(t * alpha * _row(Table, _STEP, sets, at))
-    by_m1, by_m2 = _row(Table, _BY_M1, sets, at), _row(Table, _BY_M2, sets, at)
-    by_m3, by_m45 = _row(Table, _BY_M3, sets, at), _row(Table, _BY_M45, sets, at)
-    gradient = _Gradient(by_m1, by_m2, by_m3, by_m45)
-    if STAGE <= 0:
-        amount = noise * t * _row(Table, _SPREAD, sets, at)
-        to_lmbda, direct, direct_h, moved, moved_h = _pulled(
-            X, Grad, Weight, OfAffine, Seed, at, mean, rstd, power, gradient, amount, entries, TILE
-        )
-        if STAGE == 0:
-            _leave(Parts, 0, sets, at, to_lmbda)
-            _leave(Parts, 1, sets, at, direct)
-            _leave(Parts, 2, sets, at, direct_h)
-            _leave(Parts, 3, sets, at, moved)
-            _leave(Parts, 4, sets, at, moved_h)
-            if _is_last(Counters, 4):
-                to_lmbda = _collect(Parts, 0, sets, at)
-                direct, direct_h = _collect(Parts, 1, sets, at), _collect(Parts, 2, sets, at)
-                moved, moved_h = _collect(Parts, 3, sets, at), _collect(Parts, 4, sets, at)
-                by_v = _row(Table, _BY_V, sets, at)
-                pull, offset, tilt = _projection(
-                    to_lmbda, direct, direct_h, moved, moved_h, by_v, t * alpha, eps, rstd, count
-                )
-                _keep(Pulls, _PULL, sets, at, pull)
-                _keep(Pulls, _OFFSET, sets, at, offset)
-                _keep(Pulls, _TILT, sets, at, tilt)
-        else:
-            by_v = _row(Table, _BY_V, sets, at)
-            pull, offset, tilt = _projection(
-                to_lmbda, direct, direct_h, moved, moved_h, by_v, t * alpha, eps, rstd, count
-            )
-    else:
-        pull, offset = _row(Pulls, _PULL, sets, at), _row(Pulls, _OFFSET, sets, at)
-        tilt = _row(Pulls, _TILT, sets, at)
-    if STAGE != 0:
-        _write_gradient(
-            GradX, X, Grad, Weight, at, mean, rstd, power, gradient, pull, offset, tilt, TILE
-        )
-
-
-@triton.jit
-def _projection(to_lmbda, direct, direct_h, moved, moved_h, by_v, t, eps, rstd, count):
-    """Return the factors of `_tendencies`, of 1 and of h in the gradient of x, times 1 / std.
-
-    The step depends on v = var / (var + eps) too, N * d v / d h = 2 * h; what of it the projections
-    leave is 2 * h * (1 - v).
-    """
-    pull = t * to_lmbda / count
-    tilt = (direct_h + pull * moved_h) / count - 2 * pull * by_v * (eps * rstd * rstd)
-    return rstd * pull, rstd * (direct + pull * moved) / count, rstd * tilt
-
-
-@triton.jit
-def _pulled(
-    X, Grad, Weight, OfAffine, Seed, at, mean, rstd, power, gradient, amount, entries,
+def _estimate(
+    X, Table, Parts, Code, Mean, Var, Lambda, Batches, Momentum, unit, momentum,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's sums of what `eager.pulled_back` takes means of, and leave those of grad *
-    y and grad.
-    """
-    zero = tl.zeros([TILE.rows, TILE.cols], tl.float32)
-    to_lmbda, direct, direct_h, moved, moved_h = zero, zero, zero, zero, zero
-    to_weight, to_bias = zero, zero
-    if Weight is not None and TILE.along == "sets":
-        gamma = _gamma(Weight, at, TILE)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        if TILE.along == "runs":
-            to_weight, to_bias = zero, zero
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, parameter = _elements(at, r, first, TILE)
-            grad = _load(Grad, start, offset, mask, TILE)
-            h = (_kept(_load(X, start, offset, mask, TILE), mask, mean, TILE) - mean) * rstd
-            g = grad
-            if Weight is not None:
-                if TILE.along == "sets":
-                    g = grad * gamma
-                else:
-                    g = grad * tl.load(Weight + parameter, mask=mask, other=0.0).to(tl.float32)
-            y, slope, by_lmbda, tendency = _pulls(h, g, power, gradient)
-            tendency = _kept(tendency, mask, 0.0, TILE)
-            to_lmbda += by_lmbda
-            direct += slope
-            direct_h += slope * h
-            moved += tendency
-            moved_h += tendency * h
-            if OfAffine is not None:
-                if Seed is not None:
-                    y += _normal(start + offset, Seed) * amount
-                to_weight += grad * y
-                to_bias += grad
-        if OfAffine is not None and TILE.along == "runs":
+    """Keep the step of lambda, and move the running statistics."""
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    mean, var, rstd = _rows(Table, _MEAN, 3, sets, at)
+    _leave(Parts, sets, at, _sums_of_step(X, at, mean, rstd, TILE))
+    if _is_last(Table, sets):
+        t = tl.load(Code).to(tl.float32) * unit
+        low, high = _rows(Table, _BOUNDS, 2, sets, at)
+        moments = _collected(Parts, 4, sets, at)
+        step = _keep_step(Table, sets, at, moments, var, rstd, low, high, t)
+        _follow(Mean, Var, Lambda, Momentum, momentum, at, mean, var, step)
+    _count_batch(Batches)
+
+
+# The size of the noise: the mean distance of a set from its mean
+
+
+@triton.jit
+def _of_centre(tile, given, sums, TILE: tl.constexpr):
+    X, mean, rstd, power = given
+    return (sums[0] + _psi(_standard(X, tile, mean, rstd, TILE), power).y,)
+
+
+@triton.jit
+def _of_spread(tile, given, sums, TILE: tl.constexpr):
+    X, mean, rstd, centre, power = given
+    apart = tl.abs(_psi(_standard(X, tile, mean, rstd, TILE), power).y - centre)
+    return (sums[0] + _kept(apart, tile, 0.0, TILE),)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _noise(
+    X, Table, Parts, alpha,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    FIELD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keep the mean of what the noise is added to, or the mean distance from it."""
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
+    power = _power(_row(Table, _T, sets, at) * alpha * step)
+    zero = (_zeros(TILE),)
+    if FIELD == _CENTRE:
+        sums = _over(at, _of_centre, (X, mean, rstd, power), zero, TILE)
+    else:
+        centre = _row(Table, _CENTRE, sets, at)
+        sums = _over(at, _of_spread, (X, mean, rstd, centre, power), zero, TILE)
+    _leave(Parts, sets, at, _totals(sums, TILE))
+    if _is_last(Table, sets):
+        _keep(Table, FIELD, sets, at, (_collect(Parts, 0, False, sets, at) / at.count,))
+
+
+# The result
+
+
+@triton.jit
+def _of_set(P, at, instead, TILE: tl.constexpr):
+    """Load gammas that no element changes."""
+    if P is None or TILE.along != "sets":
+        return instead
+    elif TILE.way == "columns":
+        return tl.load(P + at.lane, mask=at.held, other=0.0).to(tl.float32)
+    else:
+        return tl.load(P + at.parameter + at.sets * 0, mask=at.valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _of_element(P, of_set, tile, TILE: tl.constexpr):
+    """Load the gammas of a tile, where they are not its set's."""
+    if P is None or TILE.along == "sets":
+        return of_set
+    else:
+        return tl.load(P + tile[3], mask=tile[2], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _result(tile, given, sums, TILE: tl.constexpr):
+    Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, amount, power = given
+    y = _psi(_standard(X, tile, mean, rstd, TILE), power).y
+    if Seed is not None:
+        y += _normal(tile[0] + tile[1], Seed) * amount
+    gamma, beta = _of_element(Weight, gamma, tile, TILE), _of_element(Bias, beta, tile, TILE)
+    _store(Out, tile, y * gamma + beta, TILE)
+    return sums
+
+
+@triton.jit
+def _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE: tl.constexpr):
+    """Write psi, its noise, gamma and beta."""
+    gamma, beta = _of_set(Weight, at, 1.0, TILE), _of_set(Bias, at, 0.0, TILE)
+    given = Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, amount
+    # A branch has to return something
+    _over_by_power(at, _over, _result, given, power, (at.start,), TILE)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _write(
+    Out, X, Weight, Bias, Table, Seed, alpha, noise,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the result by what is kept of its sets."""
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
+    t, spread = _rows(Table, _T, 2, sets, at)
+    power = _power(t * alpha * step)
+    _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, noise * t * spread, TILE)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _forward(
+    Out, X, Weight, Bias, Table, Code, Seed, Mean, Var, Lambda, Batches, Momentum,
+    unit, alpha, noise, eps, momentum,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Do all of a set that a program has to itself."""
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    t = tl.load(Code).to(tl.float32) * unit
+    mean, squares, low, high = _mean_and_squares(X, at, TILE)
+    mean, var, rstd, low, high = _standardization(mean, squares, low, high, at, eps)
+    _keep(Table, _MEAN, sets, at, (mean, var, rstd))
+    moments = _sums_of_step(X, at, mean, rstd, TILE)
+    step = _keep_step(Table, sets, at, moments, var, rstd, low, high, t)
+    _follow(Mean, Var, Lambda, Momentum, momentum, at, mean, var, step)
+    _count_batch(Batches)
+    power = _power(t * alpha * step)
+    spread = mean * 0
+    if Seed is not None:
+        zero = (_zeros(TILE),)
+        centre = _totals(_over(at, _of_centre, (X, mean, rstd, power), zero, TILE), TILE)[0]
+        given = X, mean, rstd, centre / at.count, power
+        spread = _totals(_over(at, _of_spread, given, zero, TILE), TILE)[0] / at.count
+        _keep(Table, _SPREAD, sets, at, (spread,))
+    _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, noise * t * spread, TILE)
+
+
+# Its gradient
+
+
+@triton.jit
+def _of_pulls(tile, given, sums, TILE: tl.constexpr):
+    """Add up what `eager.pulled_back` takes means of, and the gradients of gamma and beta."""
+    X, Grad, Weight, Seed, gamma, mean, rstd, slopes, amount, power = given
+    to_lmbda, direct, direct_h, moved, moved_h, to_weight, to_bias = sums
+    grad = _load(Grad, tile, TILE)
+    h = _standard(X, tile, mean, rstd, TILE)
+    g = grad * _of_element(Weight, gamma, tile, TILE)
+    y, slope, by_lmbda, tendency = _pulls(h, g, power, slopes)
+    tendency = _kept(tendency, tile, 0.0, TILE)
+    if Seed is not None:
+        y += _normal(tile[0] + tile[1], Seed) * amount
+    return (
+        to_lmbda + by_lmbda, direct + slope, direct_h + slope * h, moved + tendency,
+        moved_h + tendency * h, to_weight + grad * y, to_bias + grad,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sums_of_pulls(at, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr):
+    """Go through a program's elements; leave the gradients of gammas that change along the runs."""
+    OfAffine, entries, given = given[0], given[1], given[2:]
+    if TILE.along == "runs":
+        begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
+        for r in range(begin, end, TILE.rows):
+            sums = _over_lanes(at, r, FORMULA, given, sums, TILE)
             run = r + tl.arange(0, TILE.rows)
-            entry = tl.program_id(0) * (at.count // at.width) + run
-            tl.store(OfAffine + entry, tl.sum(to_weight, 1), mask=run < at.stop)
-            tl.store(OfAffine + entries + entry, tl.sum(to_bias, 1), mask=run < at.stop)
-    if OfAffine is not None and TILE.along != "runs":
-        _leave_affine(OfAffine, at, to_weight, TILE)
-        _leave_affine(OfAffine + entries, at, to_bias, TILE)
-    direct, direct_h = _total(direct, TILE), _total(direct_h, TILE)
-    return _total(to_lmbda, TILE), direct, direct_h, _total(moved, TILE), _total(moved_h, TILE)
+            entry = OfAffine + tl.program_id(0) * (at.count // at.width) + run
+            tl.store(entry, tl.sum(sums[5], 1), mask=run < at.stop)
+            tl.store(entry + entries, tl.sum(sums[6], 1), mask=run < at.stop)
+            sums = sums[:5] + (_zeros(TILE), _zeros(TILE))
+        return sums
+    else:
+        return _over(at, FORMULA, given, sums, TILE)
 
 
 @triton.jit
@@ -856,31 +875,107 @@ def _leave_affine(OfAffine, at, tile, TILE: tl.constexpr):
         tl.store(OfAffine + entry, tl.sum(tile, 0, keep_dims=True), mask=at.held)
     else:
         entry = at.sets * tl.num_programs(1) + tl.program_id(1)
-        tl.store(OfAffine + entry, _total(tile, TILE), mask=at.valid)
+        tl.store(OfAffine + entry, _of_sets(tile, False, TILE), mask=at.valid)
 
 
 @triton.jit
-def _write_gradient(
-    GradX, X, Grad, Weight, at, mean, rstd, power, gradient, pull, offset_, tilt,
+def _pulled(
+    X, Grad, Weight, Table, OfAffine, Seed, at, noise, alpha, entries, sets, TILE: tl.constexpr
+):
+    """Return a program's sums of what `eager.pulled_back` takes means of, and leave those for gamma
+    and beta.
+    """
+    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
+    t, spread = _rows(Table, _T, 2, sets, at)
+    slopes, gamma = _rows(Table, _SLOPES, 4, sets, at), _of_set(Weight, at, 1.0, TILE)
+    given = OfAffine, entries, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise * t * spread
+    zero, power = _zeros(TILE), _power(t * alpha * step)
+    zeros = zero, zero, zero, zero, zero, zero, zero
+    sums = _over_by_power(at, _sums_of_pulls, _of_pulls, given, power, zeros, TILE)
+    if TILE.along != "runs":
+        _leave_affine(OfAffine, at, sums[5], TILE)
+        _leave_affine(OfAffine + entries, at, sums[6], TILE)
+    return _totals(sums[:5], TILE)
+
+
+@triton.jit
+def _projection(sums, Table, at, sets, alpha, eps):
+    """Return the factors of `_tendencies`, of 1 and of h in the gradient of x, times 1 / std.
+
+    The step depends on v = var / (var + eps) too, N * d v / d h = 2 * h; what of it the projections
+    leave is 2 * h * (1 - v).
+    """
+    to_lmbda, direct, direct_h, moved, moved_h = sums
+    count = at.count.to(tl.float32)
+    rstd, by_v = _row(Table, _RSTD, sets, at), _row(Table, _SLOPES + 4, sets, at)
+    pull = _row(Table, _T, sets, at) * alpha * to_lmbda / count
+    tilt = (direct_h + pull * moved_h) / count - 2 * pull * by_v * (eps * rstd * rstd)
+    return rstd * pull, rstd * (direct + pull * moved) / count, rstd * tilt
+
+
+@triton.jit
+def _gradient_of_x(tile, given, sums, TILE: tl.constexpr):
+    GradX, X, Grad, Weight, gamma, mean, rstd, slopes, pull, offset, tilt, power = given
+    h = _standard(X, tile, mean, rstd, TILE)
+    g = _load(Grad, tile, TILE) * _of_element(Weight, gamma, tile, TILE)
+    _, slope, _, tendency = _pulls(h, g, power, slopes)
+    _store(GradX, tile, slope * rstd + pull * tendency - offset - h * tilt, TILE)
+    return sums
+
+
+@triton.jit
+def _write_gradient(GradX, X, Grad, Weight, Table, at, projection, alpha, sets, TILE: tl.constexpr):
+    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
+    slopes, gamma = _rows(Table, _SLOPES, 4, sets, at), _of_set(Weight, at, 1.0, TILE)
+    power = _power(_row(Table, _T, sets, at) * alpha * step)
+    pull, offset, tilt = projection
+    given = GradX, X, Grad, Weight, gamma, mean, rstd, slopes, pull, offset, tilt, power
+    _over(at, _gradient_of_x, given, (), TILE)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _pull(
+    X, Grad, Weight, Table, Parts, OfAffine, Seed, alpha, noise, eps,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, entries,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    if Weight is not None and TILE.along == "sets":
-        gamma = _gamma(Weight, at, TILE)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, parameter = _elements(at, r, first, TILE)
-            g = _load(Grad, start, offset, mask, TILE)
-            h = (_load(X, start, offset, mask, TILE) - mean) * rstd
-            if Weight is not None:
-                if TILE.along == "sets":
-                    g = g * gamma
-                else:
-                    g = g * tl.load(Weight + parameter, mask=mask, other=0.0).to(tl.float32)
-            _, slope, _, tendency = _pulls(h, g, power, gradient)
-            grad_x = slope * rstd + pull * tendency - offset_ - h * tilt
-            _store(GradX, start, offset, mask, grad_x, TILE)
+    """Keep the sums that the gradient of x takes. `OfAffine` receives sums of grad * y and of grad,
+    `entries` each.
+    """
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    sums = _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, noise, alpha, entries, sets, TILE)
+    _leave(Parts, sets, at, sums)
+    if _is_last(Table, sets):
+        sums = _collected(Parts, 5, sets, at)
+        _keep(Table, _PROJECTION, sets, at, _projection(sums, Table, at, sets, alpha, eps))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _gradient(
+    GradX, X, Grad, Weight, Table, alpha,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of x by what `_pull` kept."""
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    projection = _rows(Table, _PROJECTION, 3, sets, at)
+    _write_gradient(GradX, X, Grad, Weight, Table, at, projection, alpha, sets, TILE)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _backward(
+    GradX, X, Grad, Weight, Table, OfAffine, Seed, alpha, noise, eps,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, entries,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Do all of a set that a program has to itself."""
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    sums = _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, noise, alpha, entries, sets, TILE)
+    projection = _projection(sums, Table, at, sets, alpha, eps)
+    _write_gradient(GradX, X, Grad, Weight, Table, at, projection, alpha, sets, TILE)
+
+
+# By constants
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -890,28 +985,19 @@ def _apply(
     TILE: tl.constexpr,
 ):  # fmt: skip
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    mean, rstd = _row(Constants, 0, sets, at), _row(Constants, 1, sets, at)
-    power = _power(_row(Constants, 2, sets, at))
-    gamma, beta = _row(Constants, 3, sets, at), _row(Constants, 4, sets, at)
-    lanes = TILE.cols if TILE.narrow else at.lanes
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        for first in range(0, lanes, TILE.cols):
-            start, offset, mask, _ = _elements(at, r, first, TILE)
-            y = _psi((_load(X, start, offset, mask, TILE) - mean) * rstd, power)[0]
-            _store(Out, start, offset, mask, y * gamma + beta, TILE)
+    mean, rstd, change, gamma, beta = _rows(Constants, 0, 5, sets, at)
+    given = Out, X, None, None, None, gamma, beta, mean, rstd, 0.0, _power(change)
+    _over(at, _result, given, (), TILE)
 
 
 # From Python
 
 
-def takes(x: Tensor, layout: Layout) -> bool:
-    """Whether the kernels can go about a tensor."""
-    return _plan(x, layout) is not None
-
-
-def _plan(x: Tensor, layout: Layout) -> LaunchPlan | None:
-    return plan_of(layout.shape, layout.dims, layout.affine, processors(x.device))
+def _plan(x: Tensor, layout: Layout) -> LaunchPlan:
+    """Return how kernels go about a tensor that they can go about."""
+    plan = plan_of(layout.shape, layout.dims, layout.affine, processors(x.device))
+    assert plan is not None
+    return plan
 
 
 @cache
@@ -923,8 +1009,9 @@ def processors(device: torch.device) -> int:
 
 
 def launch_options(kernel: Any, plan: LaunchPlan) -> dict[str, int]:
-    """Return what a kernel is compiled with; sums of the backward pass take twice the registers."""
-    return {"num_warps": min(8, 2 * plan.warps) if kernel is _backward else plan.warps}
+    """Return what a kernel is compiled with; the backward pass takes twice the registers."""
+    twice = kernel in (_pull, _gradient, _backward)
+    return {"num_warps": min(8, 2 * plan.warps) if twice else plan.warps}
 
 
 def launch(kernel: Any, plan: LaunchPlan, *arguments: Any) -> None:
@@ -937,48 +1024,37 @@ def launch_on(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:
     kernel[grid](*arguments)
 
 
-def _room(x: Tensor, *shape: int) -> Tensor:
+def room(x: Tensor, *shape: int) -> Tensor:
+    """Return room for numbers beside a tensor."""
     return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-def _counters(table: Tensor, plan: LaunchPlan) -> Tensor:
-    """Return the room behind a table in which programs count themselves, a row a stage."""
-    return table[_FIELDS * plan.sets :].view(torch.int32)
-
-
-def _in_memory(parameter: Tensor | None, options: KernelOptions) -> Tensor | None:
-    """Return gamma or beta in the order of memory of what they multiply."""
-    if parameter is None:
-        return None
-    return options.layout.view(parameter, options.layout.affine)
 
 
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
-    """Fill `out`, and move the running statistics; return a table of `_FIELDS` numbers a set,
-    and behind it, room for counters.
+    """Fill `out`, and move the running statistics; return a table of `_FIELDS` numbers a set.
+
+    Tensors lie in memory in the order of the layout, whatever their shapes.
     """
     how = _plan(x, options.layout)
-    assert how is not None
-    shared = how.splits > 1
-    table = torch.empty(_FIELDS * how.sets, dtype=torch.float32, device=x.device)
-    parts = counters = None
-    if shared:
-        size = _FIELDS * how.sets + _COUNTERS * how.tasks
-        table = torch.zeros(size, dtype=torch.float32, device=x.device)
-        parts = _room(x, 4, how.splits, how.sets)
-        counters = _counters(table, how)
-    tensors = out, x, _in_memory(weight, options), _in_memory(bias, options), table
     running, momentum = _running(options.running)
-    strength = options.strength
-    factors = strength.unit, options.alpha, options.noise, options.eps, momentum
-    arguments = *tensors, parts, counters, strength.source, options.seed, *running, *factors
-    stages: tuple[int, ...] = (_ALL,)
-    if shared:
-        stages = (0, 1, 4) if options.seed is None else (0, 1, 2, 3, 4)
-    for stage in stages:
-        launch(_forward, how, *arguments, *how.numbers, stage)
+    code, unit = options.strength
+    seed, alpha, noise, numbers = options.seed, options.alpha, options.noise, how.numbers
+    if how.splits == 1:
+        table = room(x, _FIELDS.value * how.sets)
+        tensors = out, x, weight, bias, table, code, seed, *running
+        launch(_forward, how, *tensors, unit, alpha, noise, options.eps, momentum, *numbers)
+        return table
+    # Behind it, programs that share sets count themselves
+    size = _FIELDS.value * how.sets + how.tasks
+    table = torch.zeros(size, dtype=torch.float32, device=x.device)
+    parts = room(x, 4, how.splits, how.sets)
+    launch(_statistics, how, x, table, parts, options.eps, *numbers)
+    launch(_estimate, how, x, table, parts, code, *running, unit, momentum, *numbers)
+    if seed is not None:
+        launch(_noise, how, x, table, parts, alpha, *numbers, _CENTRE)
+        launch(_noise, how, x, table, parts, alpha, *numbers, _SPREAD)
+    launch(_write, how, out, x, weight, bias, table, seed, alpha, noise, *numbers)
     return table
 
 
@@ -1004,28 +1080,24 @@ def backward(
     table: Tensor,
     options: KernelOptions,
 ) -> Tensor:
-    """See `eager.backward`; `table` is `forward`'s."""
+    """See `eager.backward`; `table` is `forward`'s, and tensors lie in memory as there."""
     how = _plan(x, options.layout)
-    assert how is not None
-    layout = options.layout
-    shared = how.splits > 1
-    parts = pulls = counters = None
-    if shared:
-        parts = _room(x, 5, how.splits, how.sets)
-        pulls = _room(x, 3, how.sets)
-        counters = _counters(table, how)
-    of_affine = _room(x, 2, *how.gradients)
-    tensors = grad_x, x, layout.view(grad), _in_memory(weight, options), table, pulls, parts
+    of_affine = room(x, 2, *how.gradients)
     factors = options.alpha, options.noise, options.eps
-    arguments = *tensors, counters, of_affine, options.seed, *factors
-    entries = of_affine.numel() // 2
-    for stage in (0, 1) if shared else (_ALL,):
-        launch(_backward, how, *arguments, *how.numbers, entries, stage)
+    numbers = *how.numbers, math.prod(how.gradients)
+    if how.splits == 1:
+        tensors = grad_x, x, grad, weight, table, of_affine, options.seed
+        launch(_backward, how, *tensors, *factors, *numbers)
+    else:
+        parts = room(x, 5, how.splits, how.sets)
+        beside = table, parts, of_affine, options.seed
+        launch(_pull, how, x, grad, weight, *beside, *factors, *numbers)
+        launch(_gradient, how, grad_x, x, grad, weight, table, options.alpha, *how.numbers)
     sums = of_affine.sum(how.summed)
     # Of a parameter that several sets have: all of them
-    if sums.numel() != 2 * prod(layout.affine):
+    if sums.numel() != 2 * math.prod(options.layout.affine):
         sums = sums.view(2, -1).sum(1)
-    return sums.view(2, *layout.affine)
+    return sums.view(2, *options.layout.affine)
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:

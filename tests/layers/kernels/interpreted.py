@@ -55,7 +55,8 @@ def test_the_cases_are_of_every_way() -> None:
 
 
 @triton.jit
-def collect(Parts, K: tl.constexpr, sets, at):  # but for the first program's
+def collect(Parts, K: tl.constexpr, LARGEST: tl.constexpr, sets, at):
+    # But for the first program's
     part, _ = ours._parts(Parts, K, 1, sets, at)
     return tl.sum(part, 0, keep_dims=True)
 

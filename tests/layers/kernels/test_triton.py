@@ -135,7 +135,8 @@ def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ours, "processors", lambda device: 40)
     for case in ALL_CASES:
         self_test._results(ours, case, CPU, torch.bfloat16)
-    assert taken.keys() == {"_forward", "_backward", "_apply"}
+    shared = {"_statistics", "_estimate", "_noise", "_write", "_pull", "_gradient"}
+    assert taken.keys() == {"_forward", "_backward", "_apply"} | shared
     for name, kinds in taken.items():
         assert {"*bf16", "*fp32", "i32", "constexpr"} <= kinds, name
 
@@ -182,7 +183,7 @@ CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, 
 # KiB that every GPU gives a program without asking
 MOST = {"REG": 255, "STACK": 64, "SHARED": 16 * 1024}
 # Instructions an element, forward and backward
-INSTRUCTIONS = {"bnn, channels_last": 170, "bnn, contiguous": 180}
+INSTRUCTIONS = {"bnn, channels_last": 150, "bnn, contiguous": 150}
 
 
 @pytest.mark.slow
@@ -192,14 +193,10 @@ def test_kernels_fit_gpus_that_are_not_here(capability: int) -> None:
     """The largest kernels for every GPU, all of them for one."""
     everything = capability == 90
     for name, layer in sass.LAYERS.items() if everything else [("bnn", _CHANNELS_LAST)]:
-        for kernel, stage in sass.launches(*layer, everything):
-            code = sass.built(kernel, stage, layer, "bf16", capability)
-            assert all(code.resources[key] <= most for key, most in MOST.items()), (
-                name,
-                kernel.__name__,
-                stage,
-                code.resources,
-            )
+        for kernel in sass.launches(*layer, everything):
+            code = sass.built(kernel, layer, "bf16", capability)
+            within = all(code.resources[key] <= most for key, most in MOST.items())
+            assert within, (name, kernel.__name__, code.resources)
 
 
 _CHANNELS_LAST = sass.LAYERS["bnn, channels_last"]
@@ -211,7 +208,7 @@ _CHANNELS_LAST = sass.LAYERS["bnn, channels_last"]
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_instructions_and_the_width_of_accesses(name: str, dtype: str) -> None:
     layer = sass.LAYERS[name]
-    launches = [sass.built(*launch, layer, dtype) for launch in sass.launches(*layer)]
+    launches = [sass.built(kernel, layer, dtype) for kernel in sass.launches(*layer)]
     assert sum(launch.instructions for launch in launches) <= INSTRUCTIONS[name]
     for launch in launches:
         accesses = {op for loop in launch.loops for op in loop if op[:3] in ("LDG", "STG")}
