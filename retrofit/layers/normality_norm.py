@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers import kernels
-from retrofit.layers.forms import Sets
+from retrofit.layers import compiled_norm, kernels
+from retrofit.layers.forms import Sets, batch_sets
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import (
     KernelOptions,
@@ -126,6 +126,11 @@ class Normalization(NamedTuple):
         shapes = [None if view is None else view.shape for view in affine]
         return layout_of(values.shape, values.stride(), dim, *shapes)
 
+    def takes_operator(self, x: Tensor) -> bool:
+        """Whether a compiler shall see one operator in the place of the formulas."""
+        of_batch = self.sets is batch_sets and self.per_channel and self.group is None
+        return of_batch and compiled_norm.takes(x)
+
     def seed(self, x: Tensor) -> Tensor | None:
         """Draw the seed of the noise, on the device of `x`."""
         if not self.noise:
@@ -195,9 +200,14 @@ def normalize(
     if x.numel() == 0 and spec.group is None:
         return _of_nothing(x, weight, bias, spec), None
     fits = kernels.fits(x)
+    scaled = not spec.noise or spec.noise_kind == "scaled"
+    if not fits and scaled and spec.takes_operator(x):
+        numbers = spec.eps, spec.alpha, spec.noise
+        seed = spec.seed(x)
+        return compiled_norm.batch_normality(x, weight, bias, seed, strength, numbers)
     if not fits and transformed():
         return _followed(x, weight, bias, strength, spec)
-    if spec.noise and spec.noise_kind != "scaled":
+    if not scaled:
         return _with_other_noise(x, weight, bias, strength, spec)
     module = kernels.choose(x, spec.group) if fits else None
     if module is not None and module.READS_STRENGTH:

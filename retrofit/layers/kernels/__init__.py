@@ -76,6 +76,20 @@ def maps_for(x: Tensor) -> ModuleType | None:
     return _module("maps")
 
 
+@torch.compiler.assume_constant_result
+def chosen_by_compiler(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton is chosen for tensors of a device and type, asked while they are compiled."""
+    name = _named()
+    if name not in ("", "triton") or dtype not in self_test.TOLERANCES:
+        return False
+    return (device.type == "cuda" or name == "triton") and _fault("triton", device, dtype) is None
+
+
+def triton_kernels() -> ModuleType:
+    """Return Triton's kernels."""
+    return _module("triton")
+
+
 def runs_cpp(x: Tensor) -> bool:
     """Whether C++ is chosen for `x` where there is a choice of it and torch operations only."""
     return x.is_cpu and _named() in ("", "cpp") and choose(x) is cpp

@@ -1032,7 +1032,8 @@ def room(x: Tensor, *shape: int) -> Tensor:
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
-    """Fill `out`, and move the running statistics; return a table of `_FIELDS` numbers a set.
+    """Fill `out`, and move the running statistics; return a table of `_FIELDS` numbers a set, and a
+    number more, by which programs that share sets count themselves.
 
     Tensors lie in memory in the order of the layout, whatever their shapes.
     """
@@ -1040,13 +1041,12 @@ def forward(
     running, momentum = _running(options.running)
     code, unit = options.strength
     seed, alpha, noise, numbers = options.seed, options.alpha, options.noise, how.numbers
+    size = (_FIELDS.value + 1) * how.sets
     if how.splits == 1:
-        table = room(x, _FIELDS.value * how.sets)
+        table = room(x, size)
         tensors = out, x, weight, bias, table, code, seed, *running
         launch(_forward, how, *tensors, unit, alpha, noise, options.eps, momentum, *numbers)
         return table
-    # Behind it, programs that share sets count themselves
-    size = _FIELDS.value * how.sets + how.tasks
     table = torch.zeros(size, dtype=torch.float32, device=x.device)
     parts = room(x, 4, how.splits, how.sets)
     launch(_statistics, how, x, table, parts, options.eps, *numbers)

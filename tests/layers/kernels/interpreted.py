@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import triton
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from triton import language as tl
 
 from retrofit.layers import BatchNormalNorm2d, kernels
@@ -131,3 +133,30 @@ def test_strength_zero_is_the_identity_on_what_is_standardized(
         out.backward(x.square())
         results.append((out.detach(), leaf.grad))
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.4])
+def test_a_compiler_sees_an_operator(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    code: list[str] = []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        code.append(graph.code)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    x, grad = torch.randn(9, 3, 2, 1).exp(), torch.randn(9, 3, 2, 1)
+    results = []
+    for compiled in (False, True):
+        layer = BatchNormalNorm2d(3, noise=noise, strength=0.5)
+        run = torch.compile(layer, backend=backend, fullgraph=True) if compiled else layer
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        out = run(leaf)
+        out.backward(grad)
+        gradients = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+        results.append([out.detach(), *gradients, *layer.buffers()])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    forward, backward = code
+    assert forward.count("retrofit.batch_normality.default(") == 1
+    assert backward.count("retrofit.batch_normality_backward.default(") == 1
