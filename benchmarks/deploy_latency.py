@@ -17,7 +17,6 @@ import argparse
 import copy
 import functools
 import json
-import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 import timm
 import torch
 from export_latency import spread
-from harness import command_line, machine, markdown, publish
+from harness import ANY_DEVIATION, command_line, machine, markdown, publish
 from torch import Tensor, nn
 
 import retrofit
@@ -92,7 +91,7 @@ def network(name: str, label: str, images: list[Tensor], args: argparse.Namespac
     if to == "bnn":
         spread(model, torch.cat(images)[:8])
     if label == "baked":
-        retrofit.bake(model, images, tolerance=math.inf)
+        retrofit.bake(model, images, tolerance=ANY_DEVIATION)
     return model.eval()
 
 
@@ -121,7 +120,7 @@ def write(name: str, folder: Path, args: argparse.Namespace) -> list[File]:
                     input_size=size,
                     calibrate=images,
                     precision=precision,
-                    tolerance=math.inf,
+                    tolerance=ANY_DEVIATION,
                     force=True,
                     **options,
                 )

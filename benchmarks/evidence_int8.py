@@ -12,7 +12,6 @@ bnn are polynomials of degree 3. The lines go to evidence_int8.jsonl, the table 
 from __future__ import annotations
 
 import functools
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from evidence_arms import ARMS
 from evidence_kept import logits, measured, parser, percent, publish_tables, unseen
-from harness import Line, machine, markdown, mean, with_error
+from harness import ANY_DEVIATION, Line, machine, markdown, mean, with_error
 from torch import Tensor, nn
 
 import retrofit
@@ -51,7 +50,7 @@ def precisions(model: nn.Module, arm: str, images: Tensor, test: Tensor, labels:
                 input_size=tuple(images.shape[1:]),
                 calibrate=images.split(64),
                 precision=precision,
-                tolerance=math.inf,
+                tolerance=ANY_DEVIATION,
                 **fold,
             )
             run = open_onnx(file, threads=1)

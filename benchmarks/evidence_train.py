@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from evidence_arms import ARMS, convert, strength_schedule, trained_network, training_mode
 from evidence_data import Epochs, Normalization, Pictures, draw, normalization, still
-from harness import Line, machine
+from harness import ANY_DEVIATION, Line, machine
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def run(
             take_statistics(model, tensors(pictures)[0])
         if ARMS[name].baked:
             some = draw(pictures, min(BAKED, len(pictures)), key["seed"])
-            retrofit.bake(model, [tensors(some)[0]], tolerance=math.inf)
+            retrofit.bake(model, [tensors(some)[0]], tolerance=ANY_DEVIATION)
         own = {**key, "arm": name}
         lines.append({**line_of(model, args, data, own, times), "train_loss": loss})
         if args.keep is not None:

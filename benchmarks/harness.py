@@ -22,6 +22,8 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 Line = dict[str, Any]
 UNPRINTED = ("correct", "machine")
+# Tolerance where the deviation is what is measured.
+ANY_DEVIATION = 1e9
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--table": {
