@@ -31,6 +31,7 @@ from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebui
 from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs, type_problem
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
+from retrofit.surgery.families import find_norms
 from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable, with_class
 
@@ -282,7 +283,7 @@ def opened(
     elif source.library == "own":
         raise UsageError(f"{path} holds a network of one's own, {printable(source, 100)}; {needs}")
     tensors = _read_tensors(path, manifest)
-    with nullcontext() if into is None else unchanged_on_failure(into):
+    with nullcontext() if into is None else unchanged_on_failure(into, find_norms(into)):
         model = _built(path, manifest, plans, tensors, into)
         problem = _not_as_saved(model, manifest)
         if problem:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.compare import HALF, Comparison, SourceRun, run_source
+from retrofit.compare import HALF, Comparison, Reference, SourceRun, run_source
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs
@@ -95,29 +95,31 @@ def convert(
 
     names = [norm.name for norm in norms]
     run = run_source(network, inputs, input_size, layers=names, images=images, whole=check)
-    shapes = None if run.reference is None else run.reference.shapes
-    in_place = norms if shapes is None else fitted(norms, shapes)
-    if in_place != norms:
-        norms = in_place
-        plan, sites = plan_and_sites(network, norms, functions, request)
+    shapes = None
+    if run.reference is not None:
+        shapes = run.reference.shapes
+        in_place = fitted(norms, shapes)
+        if in_place != norms:
+            norms = in_place
+            plan, sites = plan_and_sites(network, norms, functions, request)
     if converter.changes_sets:
         refuse_constants(plan, norms, shapes)
 
-    notes = [*functions, *_said_of_earlier(norms)]
     with unchanged_on_failure(network, norms):
         converted, report = execute(plan, converter, network, norms, sites)
-        if shapes is not None and run.reference is not None:
-            uncalled = {row.name: row.source for row in plan.converted if not shapes[row.name]}
-            if uncalled:
-                refuse_bypassed(converted, run.reference.calls[0], uncalled)
-                notes.append(_said_of_uncalled(uncalled))
-        report = replace(report, notes=(*report.notes, *notes))
+        notes = (*report.notes, *functions, *_said_of_earlier(norms))
+        if run.reference is not None:
+            notes += _uncalled(report, converted, run.reference)
+        report = replace(report, notes=notes)
         if check:
             report = _checked(report, converted, run, converter.identity)
+        report = _with_agreement(report, converted, norms, run)
         report = _at_strength(report, converted, norms, run, strength)
     if input_size is not None:
         set_record(converted, input_size=tuple(input_size))
-    return (model if converted is network else converted), report
+    if converted is network:
+        return model, report
+    return converted, report
 
 
 def _check_strength(strength: float | None, to: str, converter: Converter) -> None:
@@ -130,12 +132,19 @@ def _check_strength(strength: float | None, to: str, converter: Converter) -> No
 
 def _calibration_images(options: Mapping[str, Any]) -> list[Tensor] | None:
     calibrate = options.get("calibrate")
-    return None if calibrate is None else list(images_of(calibrate))
+    if calibrate is None:
+        return None
+    return list(images_of(calibrate))
 
 
 def _converted_before(norms: Sequence[NormLayer]) -> list[StrengthMixin]:
     layers = [norm.module for norm in norms if isinstance(norm.module, StrengthMixin)]
     return list(dict.fromkeys(layers))
+
+
+def _converted_now(model: nn.Module, norms: Sequence[NormLayer]) -> list[StrengthMixin]:
+    earlier = _converted_before(norms)
+    return [layer for layer in strength_layers(model) if layer not in earlier]
 
 
 def _said_of_earlier(norms: Sequence[NormLayer]) -> list[str]:
@@ -151,11 +160,19 @@ def _said_of_earlier(norms: Sequence[NormLayer]) -> list[str]:
     ]
 
 
-def _said_of_uncalled(uncalled: Mapping[str, str]) -> str:
+def _uncalled(report: Report, model: nn.Module, reference: Reference) -> tuple[str, ...]:
+    """Return a note on the converted layers that the source did not call; refuse code that
+    evaluates with their tensors.
+    """
+    shapes = reference.shapes
+    uncalled = {row.name: row.source for row in report.plan.converted if not shapes[row.name]}
+    if not uncalled:
+        return ()
+    refuse_bypassed(model, reference.calls[0], uncalled)
     return (
         f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
         f"({shortlist(sorted(uncalled))}); only training calls such layers, or code that reads their "
-        "tensors, for which nothing changes"
+        "tensors, for which nothing changes",
     )
 
 
@@ -184,10 +201,26 @@ def _checked(report: Report, model: nn.Module, run: SourceRun, identity: bool) -
 
 
 def _problem_of(result: Comparison, identity: bool) -> str:
-    problem = result.problem() if identity else ""
+    problem = ""
+    if identity:
+        problem = result.problem()
     if not problem and not math.isfinite(result.max_abs_diff):
         return "the converted network's outputs are not finite, or of another shape"
     return problem
+
+
+def _with_agreement(
+    report: Report, model: nn.Module, norms: Sequence[NormLayer], run: SourceRun
+) -> Report:
+    """Add on how many of the images the prediction stays the same at strength 1."""
+    if run.predictions is None:
+        return report
+    _set_all(_converted_now(model, norms), 1.0)
+    share = run.predictions.compare(model).top1_agreement
+    if share is None:
+        return report
+    images = sum(run.predictions.batches)
+    return replace(report, agreement={"images": images, "same": round(share * images)})
 
 
 def _at_strength(
@@ -197,18 +230,8 @@ def _at_strength(
     run: SourceRun,
     strength: float | None,
 ) -> Report:
-    """Set the strength of the new layers; add what changes with it, on the images and on the
-    example inputs.
-    """
-    earlier = _converted_before(norms)
-    layers = [layer for layer in strength_layers(model) if layer not in earlier]
-    if run.predictions is not None:
-        _set_all(layers, 1.0)
-        share = run.predictions.compare(model).top1_agreement
-        if share is not None:
-            images = sum(run.predictions.batches)
-            report = replace(report, agreement={"images": images, "same": round(share * images)})
-    _set_all(layers, strength or 0.0)
+    """Set the strength of the new layers; add what changes with it on the example inputs."""
+    _set_all(_converted_now(model, norms), strength or 0.0)
     if strength is None or report.strength is None:
         return report
     report = replace(report, strength=strength)

@@ -4,6 +4,7 @@ counterparts.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,16 +128,18 @@ def _activation_row(
 ) -> EditRow:
     """Return the row of the activation at a site, left where there is a problem."""
     assert site.activation is not None
-    return EditRow(
+    row = EditRow(
         site.activation.name,
         site.activation.type,
-        "" if problem else target,
-        "left" if problem else "converted",
+        "",
+        "left",
         problem,
-        {} if problem else settle(site),
         norm=site.norm,
         place=site.place,
     )
+    if problem:
+        return row
+    return replace(row, target=target, status="converted", options=settle(site))
 
 
 def converter_for(to: str) -> Converter:
@@ -164,7 +167,9 @@ def adopt(new: nn.Module, old: Any) -> Any:
     # Constants of a frozen source, which are buffers, become parameters of a layer that trains them.
     for name in new._parameters.keys() & new._buffers.keys():
         value = new._buffers.pop(name)
-        new._parameters[name] = None if value is None else nn.Parameter(value)
+        if value is not None:
+            value = nn.Parameter(value)
+        new._parameters[name] = value
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
     for name, value in vars(old).items():
         settled = name in _OPTIONS and hasattr(new, name)

@@ -1,6 +1,6 @@
 """Carry out a plan on a network, whole or not at all."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.graph.sites import Sites
+from retrofit.graph.sites import Site, Sites
 from retrofit.layers import ProxyNorm
 from retrofit.record import network_in, plans_of, set_record, unwrapped
 from retrofit.surgery import guards
@@ -43,7 +43,9 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     norms = list(find_norms(part))
     _check_layers(part_plan, norms)
     with unchanged_on_failure(network, norms):
-        sites = converter.sites_of(part) if plan.proxied else None
+        sites = None
+        if plan.proxied:
+            sites = converter.sites_of(part)
         converted, report = execute(part_plan, converter, part, norms, sites)
         if converted is part:
             return model, report
@@ -105,16 +107,10 @@ def execute(
     set_record(model, plans=(*plans_of(model), plan))
     device = device_of(model)
     params_before = _count_parameters(model)
-    places = {(site.norm, site.place): site for site in sites.sites} if sites else {}
-    followed = {place for place, site in places.items() if site.activation is not None}
-    lost = plan.proxied - followed
-    if lost:
-        raise RetrofitError(
-            f"the plan was made for another model: here no activation follows {min(lost)[0]}; make "
-            "a new plan"
-        )
+    places = _sites_by_place(plan, sites)
     layers = {norm.name: norm for norm in norms}
-    rows = [row for row in plan.converted if not _stays(row)]
+    # A GroupNorm that stays counts as converted for its activation alone.
+    rows = [row for row in plan.converted if row.target != row.source]
     built = _build(converter, rows, layers, device)
     for row in rows:
         new = built[layers[row.name].module]
@@ -133,14 +129,26 @@ def execute(
         guards.stop_packing_of_masked_tokens(model, converted),
     ]
     guards.refuse_calls_of_sources({row.name: layers[row.name].module for row in rows})
-    strength = 0.0 if converter.has_strength and device.type != "meta" else None
+    strength = None
+    if converter.has_strength and device.type != "meta":
+        strength = 0.0
     params_after = _count_parameters(model)
     return model, Report(plan, params_before, params_after, strength, tuple(filter(None, notes)))
 
 
-def _stays(row: LayerRow) -> bool:
-    """Whether a layer counts as converted for its activation alone, as a GroupNorm does."""
-    return row.target == row.source
+def _sites_by_place(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Site]:
+    """Return the sites by norm and place; refuse a plan for an activation that is absent."""
+    if sites is None:
+        return {}
+    places = {(site.norm, site.place): site for site in sites.sites}
+    followed = {place for place, site in places.items() if site.activation is not None}
+    lost = plan.proxied - followed
+    if lost:
+        raise RetrofitError(
+            f"the plan was made for another model: here no activation follows {min(lost)[0]}; make "
+            "a new plan"
+        )
+    return places
 
 
 def _build(
@@ -187,41 +195,46 @@ def _count_parameters(model: nn.Module) -> int:
 
 
 @contextmanager
-def unchanged_on_failure(
-    model: nn.Module, norms: Iterable[NormLayer] | None = None
-) -> Iterator[None]:
+def unchanged_on_failure(model: nn.Module, norms: Iterable[NormLayer]) -> Iterator[None]:
     """Put `model` back as it was if what happens inside fails or is interrupted.
 
     Classes, attributes, children and hooks of every module are kept, the memory of every tensor,
-    and the values of the normalization layers' own parameters, the only ones that a conversion
-    writes to. `norms` are these layers, if they are found already.
+    and the values of the own parameters of the normalization layers, `norms`, the only ones that a
+    conversion writes to.
     """
     memory = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
-    modules = []
-    for module in model.modules():
-        tables = [
-            (table, dict(table)) for table in vars(module).values() if isinstance(table, dict)
-        ]
-        modules.append((module, type(module), dict(vars(module)), tables))
-    layers = {norm.module for norm in (find_norms(model) if norms is None else norms)}
+    restorers = [_restorer(module) for module in model.modules()]
+    layers = {norm.module for norm in norms}
     values = kept_values(tensor for layer in layers for tensor in layer.parameters(recurse=False))
     try:
         yield
     except BaseException:
         for tensor, data in memory:
             tensor.data = data
-        for module, cls, attributes, tables in modules:
-            module.__class__ = cls
-            vars(module).clear()
-            vars(module).update(attributes)
-            for table, entries in tables:
-                table.clear()
-                table.update(entries)
-            if isinstance(module, fx.GraphModule):
-                # The graph was put back as an attribute; its code is generated from it.
-                module.recompile()
+        for restore in restorers:
+            restore()
         put_back(values)
         raise
+
+
+def _restorer(module: nn.Module) -> Callable[[], None]:
+    """Return a function that gives a module its present class, attributes, children and hooks."""
+    cls = type(module)
+    attributes = dict(vars(module))
+    tables = [(table, dict(table)) for table in attributes.values() if isinstance(table, dict)]
+
+    def restore() -> None:
+        module.__class__ = cls
+        vars(module).clear()
+        vars(module).update(attributes)
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
+        if isinstance(module, fx.GraphModule):
+            # The graph was put back as an attribute; its code is generated from it.
+            module.recompile()
+
+    return restore
 
 
 def unrepeated(plans: Iterable[Plan], model: nn.Module) -> list[Plan]:

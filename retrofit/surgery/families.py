@@ -120,7 +120,9 @@ class NormLayer:
     @cached_property
     def layer(self) -> Any:
         """What a converter looks at: the module, or one of the class `kind` around its tensors."""
-        return self.module if self.formula is None else self.formula.layer(self.module)
+        if self.formula is None:
+            return self.module
+        return self.formula.layer(self.module)
 
     def row(
         self, status: Status, reason: str = "", target: str | None = None, **options: Any
@@ -135,7 +137,9 @@ def find_norms(model: nn.Module) -> Iterator[NormLayer]:
     """
     parametrizations = _inside_parametrizations(model)
     for name, module in model.named_modules(remove_duplicate=False):
-        norm = None if module in parametrizations else classify(name, module)
+        norm = None
+        if module not in parametrizations:
+            norm = classify(name, module)
         if norm is not None:
             yield norm
 
@@ -193,9 +197,9 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     formula = proved_formula(module, KNOWN)
     if isinstance(formula, Formula):
         return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
-    reason = (
-        f"no converter knows {kind}" if base is None else f"derived from {base[0]}, and {formula}"
-    )
+    reason = f"no converter knows {kind}"
+    if base is not None:
+        reason = f"derived from {base[0]}, and {formula}"
     return NormLayer(name, module, kind, family, "unsupported", reason)
 
 
@@ -258,8 +262,9 @@ def _likely_family(module: nn.Module) -> str | None:
         return base[1]
     if _is_unsupported_of_a_library(module) or "running_var" not in module._buffers:
         return None
-    trained = any(True for _ in module.parameters(recurse=False))
-    return "bn" if trained else "frozen-bn"
+    if any(True for _ in module.parameters(recurse=False)):
+        return "bn"
+    return "frozen-bn"
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:

@@ -98,7 +98,9 @@ def _refuse_unless_plain(model: nn.Module) -> None:
         return
     name, problem = next(iter(problems.items()))
     others = len(problems) - 1
-    more = f" (and {plural(others, 'more layer')})" if others else ""
+    more = ""
+    if others:
+        more = f" (and {plural(others, 'more layer')})"
     label = name or "the model"
     raise RetrofitError(f"no layer of torch or timm computes what {label} does{more}: {problem}")
 
@@ -132,8 +134,10 @@ def plain_layer(layer: nn.Module) -> nn.Module | None:
         if constants is None:
             return new
         scale, shift = (value.to(owner.running_mean.dtype) for value in constants)
-        parts = new.named_children() if type(new) is nn.Sequential else [("norm", new)]
-        return nn.Sequential(OrderedDict(affine=ConstantAffine(scale, shift), **dict(parts)))
+        parts = {"norm": new}
+        if type(new) is nn.Sequential:
+            parts = dict(new.named_children())
+        return nn.Sequential(OrderedDict(affine=ConstantAffine(scale, shift), **parts))
 
 
 def _problem(layer: nn.Module) -> str:
@@ -144,11 +148,9 @@ def _problem(layer: nn.Module) -> str:
         layer.plain_layer()
     except RetrofitError as error:
         return str(error).partition(": ")[2]
-    return (
-        "it has hooks, or a forward of its own; remove them first"
-        if kinds.is_altered(layer)
-        else ""
-    )
+    if kinds.is_altered(layer):
+        return "it has hooks, or a forward of its own; remove them first"
+    return ""
 
 
 def _holds_constants(layer: nn.Module) -> bool:
@@ -169,10 +171,10 @@ def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
     if affine is None:
         affine, new = layer.plain_layer()
     assert affine is not None
-    bias, transposed = feeder.bias, isinstance(feeder, _ConvTransposeNd)
-    moved = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed).then(
-        *affine
-    )
+    bias = feeder.bias
+    transposed = isinstance(feeder, _ConvTransposeNd)
+    convolution = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed)
+    moved = convolution.then(*affine)
     feeder.weight.copy_(moved.torch_weight())
     if bias is not None:
         feeder.bias.copy_(moved.bias)
@@ -216,7 +218,9 @@ def _only_feeder(flows: Flows, norm: nn.Module) -> nn.Module | None:
     conv = feeders.pop()
     if conv is None or feeders or conv in flows.read:
         return None
-    return conv if len(flows.calls[conv]) == len(flows.calls[norm]) else None
+    if len(flows.calls[conv]) != len(flows.calls[norm]):
+        return None
+    return conv
 
 
 def _is_called_with(
@@ -243,12 +247,11 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
     while node is not None and len(flow.consumers(node)) == 1:
         module = flow.modules.get(node)
         if not isinstance(module, nn.Identity):
-            conv = isinstance(module, nn.modules.conv._ConvNd) and kinds.is_plain_affine(module)
-            return (
-                module
-                if conv and not any(_has_other_paths(flow, call) for call in (norm, node))
-                else None
-            )
+            if not isinstance(module, nn.modules.conv._ConvNd) or not kinds.is_plain_affine(module):
+                return None
+            if any(_has_other_paths(flow, call) for call in (norm, node)):
+                return None
+            return module
         node = flow.source(node)
     return None
 
@@ -258,23 +261,37 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     takes optional arguments or one that is no value under trace, or a value was turned into a
     number.
     """
-    place, (_, constants) = flow.places[node], flow.variables[node]
+    place = flow.places[node]
+    _, constants = flow.variables[node]
     # Code that fx generated from a graph has no source to read.
-    if place.code is None:
+    if place.code is None or flow.size is not None:
         return True
-    name, arguments = place.code.co_name, list[inspect.Parameter]()
-    for method in [vars(cls)[name] for cls in type(place.owner).__mro__ if name in vars(cls)]:
-        if not inspect.isfunction(function := inspect.unwrap(method)):
-            break
+    arguments = _arguments_down_to(place.code, type(place.owner))
+    if arguments is None:
+        return True
+    return any(_is_optional(argument) or argument.name in constants for argument in arguments)
+
+
+def _arguments_down_to(code: CodeType, cls: type) -> list[inspect.Parameter] | None:
+    """Return the arguments of the method that has a code, and of its overrides in a class; None if
+    that is not known.
+    """
+    arguments: list[inspect.Parameter] = []
+    for method in [vars(base).get(code.co_name) for base in cls.__mro__]:
+        if method is None:
+            continue
+        function = inspect.unwrap(method)
+        if not inspect.isfunction(function):
+            return None
         arguments += list(inspect.signature(method).parameters.values())[1:]
-        if function.__code__ is place.code:
-            options = (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)
-            other = any(
-                a.default is not a.empty or a.kind in options or a.name in constants
-                for a in arguments
-            )
-            return other or flow.size is not None
-    return True
+        if function.__code__ is code:
+            return arguments
+    return None
+
+
+def _is_optional(argument: inspect.Parameter) -> bool:
+    optional_kinds = (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)
+    return argument.default is not argument.empty or argument.kind in optional_kinds
 
 
 def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
@@ -317,27 +334,31 @@ def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls:
     steps = list(instructions(code))
     around = zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False)
     for before, step, after in around:
-        if step.opname == "LOAD_CONST" and step.argval == name:
+        if (step.opname, step.argval) == ("LOAD_CONST", name):
             return True
-        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or _only_asks(after):
             continue
-        if step.argval in _ALL_CHILDREN and not _only_asks(after):
+        if step.argval in _ALL_CHILDREN:
             return True
-        if step.argval != name or _only_asks(after):
+        if step.argval != name or (calls and _is_method(step)):
             continue
-        is_other = _is_self(before) and getattr(owner, name, None) is not module
-        is_called = step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
-        if not is_other and not (calls and is_called):
+        if not _is_self(before) or getattr(owner, name, None) is module:
             return True
     return False
+
+
+def _is_method(step: Instruction) -> bool:
+    """Whether a step loads an attribute to call it."""
+    return step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
 
 
 def _is_self(step: Instruction) -> bool:
     """Whether a step loads `self`; Python 3.13 loads two at once."""
     if not step.opname.startswith("LOAD_FAST"):
         return False
-    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-    return names[-1] == "self"
+    if isinstance(step.argval, tuple):
+        return bool(step.argval[-1] == "self")
+    return bool(step.argval == "self")
 
 
 def _only_asks(after: Instruction) -> bool:

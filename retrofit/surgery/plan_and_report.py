@@ -69,11 +69,9 @@ class EditRow(LayerRow):
     @property
     def fate(self) -> str:
         """What it becomes, in a word or two."""
-        return (
-            f"part of {self.target}"
-            if self.target
-            else _FATES.get(self.status) or _FATES[self.kind]
-        )
+        if self.target:
+            return f"part of {self.target}"
+        return _FATES.get(self.status) or _FATES[self.kind]
 
 
 @dataclass(frozen=True, repr=False)

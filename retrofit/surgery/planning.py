@@ -175,7 +175,9 @@ def _rules(request: PlanRequest, converter: Converter, norms: Sequence[NormLayer
 
 
 def _listed(patterns: Patterns) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns or ())
+    if isinstance(patterns, str):
+        return [patterns]
+    return list(patterns or ())
 
 
 def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list[re.Pattern[str]]:
@@ -211,18 +213,22 @@ def _nothing_to_convert(
         )
     counts = Counter(norm.label for norm in norms).most_common()
     held = ", ".join(f"{count} {label}" for label, count in counts)
-    if not any(norm.family in rules.families for norm in norms):
-        for norm in norms:
-            usual = _USUAL[str(norm.family)] if norm.status == "known" else plan.to
-            if usual != plan.to:
-                return (
-                    f"{sources}, of which this model has none (it holds {held}); try `to={usual!r}`"
-                )
+    usual = _usual_target(rules, norms, plan.to)
+    if usual is not None:
+        return f"{sources}, of which this model has none (it holds {held}); try `to={usual!r}`"
     reasons = "; ".join(dict.fromkeys(row.reason for row in plan.layers if row.reason))
     return (
         f"nothing to convert to {plan.to} (the model holds {held}): {reasons}; `retrofit inspect "
         "MODEL` lists them"
     )
+
+
+def _usual_target(rules: _Rules, norms: Sequence[NormLayer], to: str) -> str | None:
+    """Return another target, which takes layers that a model without any of the rules' holds."""
+    if any(norm.family in rules.families for norm in norms):
+        return None
+    usual = [_USUAL[str(norm.family)] for norm in norms if norm.status == "known"]
+    return next((target for target in usual if target != to), None)
 
 
 def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites | None) -> None:
@@ -232,7 +238,9 @@ def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites |
     if not converter.identity and not plan.activations:
         # A network of linear layers may do without any.
         return
-    plainer = plan.to.removesuffix("-pn") if converter.identity else "gn"
+    plainer = "gn"
+    if converter.identity:
+        plainer = plan.to.removesuffix("-pn")
     why = plan.activations or "none follows a norm"
     if sites is not None and sites.hindrance:
         why = f"what follows its norm is unknown: {sites.hindrance}"

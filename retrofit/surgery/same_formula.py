@@ -109,7 +109,9 @@ def _proved_by_class(module: nn.Module, candidates: Sequence[Formula]) -> Formul
     if isinstance(agreeing, str):
         return agreeing
     formula = candidates[agreeing]
-    return formula if agrees(module, formula, random=False) else ANOTHER_FUNCTION
+    if not agrees(module, formula, random=False):
+        return ANOTHER_FUNCTION
+    return formula
 
 
 def _settings(module: nn.Module) -> str:
@@ -213,9 +215,7 @@ def _by_tensors(module: Any) -> list[Formula]:
     for base, names in _BASES.items():
         if isinstance(module, base):
             return [Formula(f"{base.__module__}.{name}") for name in names]
-    attributes = ("eps", "epsilon", "variance_epsilon")
-    values = [getattr(module, name) for name in attributes if hasattr(module, name)]
-    epsilons = values or _EPSILONS
+    epsilons = _epsilons(module)
     if {"weight", "bias", "running_mean", "running_var"} <= module._buffers.keys():
         return [Formula(_FROZEN, {"eps": eps}) for eps in epsilons]
     weight = module._parameters.get("weight")
@@ -223,6 +223,13 @@ def _by_tensors(module: Any) -> list[Formula]:
         return []
     affine = {"normalized_shape": tuple(weight.shape), "elementwise_affine": True}
     return [Formula(kind, {**affine, "eps": eps}) for eps in epsilons for kind in (_ROWS, _MAPS)]
+
+
+def _epsilons(module: nn.Module) -> Sequence[float]:
+    """Return the epsilons that a layer may use: those it holds, or the usual ones."""
+    attributes = ("eps", "epsilon", "variance_epsilon")
+    values = [getattr(module, name) for name in attributes if hasattr(module, name)]
+    return values or _EPSILONS
 
 
 def _with_activation(module: nn.Module, plain: Sequence[Formula]) -> list[Formula]:
@@ -247,17 +254,23 @@ def _shapes(layer: Any) -> list[tuple[int, ...]]:
         if "2d" in type(layer).__name__:
             return [(2, *shape, 3, 4), (1, *shape, 1, 1)]
         return [(*(2,) * dims, *shape) for dims in range(1, 5)]
-    mean = getattr(layer, "running_mean", None)
-    channels = (
-        len(mean)
-        if mean is not None
-        else getattr(layer, "num_channels", None) or layer.num_features
-    )
+    channels = _channels(layer)
     every = [(4, channels), (3, channels, 5), (3, channels, 4, 5), (2, channels, 3, 2, 2)]
     if isinstance(layer, nn.GroupNorm):
         return every
     name = type(layer).__name__
-    return every[:2] if "1d" in name else every[3:] if "3d" in name else every[2:3]
+    if "1d" in name:
+        return every[:2]
+    if "3d" in name:
+        return every[3:]
+    return every[2:3]
+
+
+def _channels(layer: Any) -> int:
+    mean = getattr(layer, "running_mean", None)
+    if mean is not None:
+        return len(mean)
+    return int(getattr(layer, "num_channels", None) or layer.num_features)
 
 
 def _inputs(shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
@@ -282,9 +295,14 @@ def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Te
         elif not random:
             values[name] = tensor.detach().cpu().to(dtype)
         elif "var" in name:
-            values[name] = (10 ** (6 * torch.rand(tensor.shape, dtype=torch.float64) - 5)).to(dtype)
+            exponents = 6 * torch.rand(tensor.shape, dtype=torch.float64) - 5
+            values[name] = (10**exponents).to(dtype)
         else:
-            values[name] = torch.randn(tensor.shape, dtype=dtype) + (1 if "weight" in name else 0.3)
+            # Far from 0, so that no parameter is without effect.
+            center = 0.3
+            if "weight" in name:
+                center = 1.0
+            values[name] = torch.randn(tensor.shape, dtype=dtype) + center
     return values
 
 
@@ -296,23 +314,25 @@ def _same(
     """
     answers: list[list[Tensor | None]] = []
     for layer in layers:
-        cls, inputs = cast(Any, type(layer)), x.detach().requires_grad_()
+        inputs = x.detach().requires_grad_()
+        buffers: dict[str, Tensor | None] = dict.fromkeys(layer._buffers)
+        parameters: dict[str, Tensor | None] = dict.fromkeys(layer._parameters)
+        for name in buffers.keys() & values.keys():
+            buffers[name] = values[name].clone()
+        for name in parameters.keys() & values.keys():
+            parameters[name] = nn.Parameter(values[name].clone())
+        cls = cast(Any, type(layer))
         new = cls.__new__(cls)
-        buffers = {
-            name: values[name].clone() if name in values else None for name in layer._buffers
-        }
-        given = {
-            name: nn.Parameter(values[name].clone()) if name in values else None
-            for name in layer._parameters
-        }
-        vars(new).update(vars(layer), _buffers=buffers, _parameters=given, training=training)
+        vars(new).update(vars(layer), _buffers=buffers, _parameters=parameters, training=training)
         try:
             out = new.forward(inputs)
         # A layer's own code may raise anything, and a known class may take inputs that it refuses.
         except Exception:
-            return False if answers else None
+            if answers:
+                return False
+            return None
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
-        trained = [inputs, *(parameter for parameter in given.values() if parameter is not None)]
+        trained = [inputs, *(value for value in parameters.values() if value is not None)]
         grads = torch.autograd.grad((out * weights).sum(), trained, allow_unused=True)
         answers.append([out, *grads, *buffers.values()])
     return all(map(_close, *answers))
@@ -324,8 +344,12 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     # Some classes compute in float32 whatever they are given.
-    share = 1e-4 if one.dtype == torch.float32 else 1e-5
-    largest = float(other.detach().abs().nan_to_num(0, 0, 0).amax()) if other.numel() else 0.0
+    share = 1e-5
+    if one.dtype == torch.float32:
+        share = 1e-4
+    largest = 0.0
+    if other.numel():
+        largest = float(other.detach().abs().nan_to_num(0, 0, 0).amax())
     return torch.allclose(
         one.double(), other.double(), rtol=0, atol=share * largest, equal_nan=True
     )

@@ -25,6 +25,7 @@ from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_p
 from retrofit.graph.sites import find_sites
 from retrofit.graph.source import RewriteError
 from retrofit.surgery.execute import unchanged_on_failure
+from retrofit.surgery.families import find_norms
 from tests.graph import blocks
 
 tv = torchvision.models
@@ -272,7 +273,7 @@ def test_what_fails_later_leaves_the_graph(name: str) -> None:
         wrap(model)
         raise KeyError
 
-    with pytest.raises(KeyError), unchanged_on_failure(model):
+    with pytest.raises(KeyError), unchanged_on_failure(model, find_norms(model)):
         fail()
     assert model.state_dict().keys() == source.state_dict().keys()
     assert_same(source, model)

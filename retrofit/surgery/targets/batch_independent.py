@@ -78,7 +78,9 @@ class BatchIndependentConverter(Converter):
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
             migratable = [layer for layer in layers if _migratable(layer)]
             measured = most_groups(model, migratable, options.calibrate)
-        sites = self.sites_of(model) if self.takes_activations else Sites([], [], {})
+        sites = Sites([], [], {})
+        if self.takes_activations:
+            sites = self.sites_of(model)
         rows = []
         for layer in layers:
             if layer.family == "gn" and self.takes_activations:
@@ -140,7 +142,9 @@ class BatchIndependentConverter(Converter):
             else:
                 added += _proxy(model, sites[row.norm, row.place], row)
         convolutions = [row for row in plan.edits if row.kind == "convolution"]
-        notes = _said_of_convolutions(convolutions) if convolutions else []
+        notes: list[str] = []
+        if convolutions:
+            notes += _said_of_convolutions(convolutions)
         if added:
             notes.append(
                 f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer "
@@ -235,7 +239,10 @@ def _proxy(model: nn.Module, site: Site, row: EditRow) -> int:
     assert activation is not None
     norm: Any = model.get_submodule(row.norm)
     like = next(chain(norm.parameters(), norm.buffers()), None)
-    device, dtype = placement_of(model) if like is None else (like.device, like.dtype)
+    device, dtype = placement_of(model)
+    if like is not None:
+        device = like.device
+        dtype = like.dtype
     proxied = ProxyNorm(
         activation.module,
         norm.num_channels,
@@ -332,26 +339,26 @@ def _plan_convolutions(
         passed += name in norms
         if not isinstance(module, nn.modules.conv._ConvNd):
             continue
-        own = traced.calls[module]
-        reason = _hindrance(module, own, module in traced.read)
+        calls = traced.calls[module]
+        reason = _hindrance(module, calls, module in traced.read)
         # Where only the whole network holds any norm, the next one stands for the block's.
-        if converted.isdisjoint(
-            _norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]
-        ):
+        around = _norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]
+        if converted.isdisjoint(around):
             reason = "the norms of its block are not converted"
         row = EditRow(name, type(module).__name__, "", "left", reason, kind="convolution")
         if not reason:
-            ends = {_ends_block(flow, node) for flow, node in own}
-            unknown = None in ends or len(ends) > 1
-            reason = "no scale behind it: unknown whether it ends a block" if unknown else ""
-            row = replace(
-                row,
-                status="converted",
-                reason=reason,
-                options={"restore": restore, "scale": ends == {True}},
-            )
+            row = _standardized_row(row, calls, restore)
         rows.append(row)
     return rows
+
+
+def _standardized_row(row: EditRow, calls: list[tuple[Flow, fx.Node]], restore: bool) -> EditRow:
+    ends = {_ends_block(flow, node) for flow, node in calls}
+    reason = ""
+    if None in ends or len(ends) > 1:
+        reason = "no scale behind it: unknown whether it ends a block"
+    options = {"restore": restore, "scale": ends == {True}}
+    return replace(row, status="converted", reason=reason, options=options)
 
 
 def _norms_around(name: str, norms: Sequence[str]) -> Sequence[str]:
@@ -376,8 +383,9 @@ def _hindrance(conv: Any, calls: list[tuple[Flow, fx.Node]], is_read: bool) -> s
         return "its parameters are read elsewhere too"
     if any(flow.in_squeeze_excite(node) for flow, node in calls):
         return "inside a squeeze-excite"
-    pooled = any(flow.is_pooled(node) for flow, node in calls)
-    return "works on pooled values, as a linear layer does" if pooled else ""
+    if any(flow.is_pooled(node) for flow, node in calls):
+        return "works on pooled values, as a linear layer does"
+    return ""
 
 
 def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
@@ -393,13 +401,17 @@ def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
     branches = [
         reached(operand, lambda node: node.all_input_nodes) for operand in users[0].all_input_nodes
     ]
-    own, *others = sorted(branches, key=lambda branch: conv not in branch)
-    length, *lengths = (
-        sum(flow.steps[node] == "convolution" for node in nodes)
-        for nodes in (own.difference(*others), *(other - own for other in others))
-    )
-    longest = max(lengths, default=0)
-    return None if length == longest else length > longest
+    # The branch that the convolution is on comes first.
+    branch, *others = sorted(branches, key=lambda nodes: conv not in nodes)
+    length = _convolutions(flow, branch.difference(*others))
+    longest = max((_convolutions(flow, other - branch) for other in others), default=0)
+    if length == longest:
+        return None
+    return length > longest
+
+
+def _convolutions(flow: Flow, nodes: Iterable[fx.Node]) -> int:
+    return sum(flow.steps[node] == "convolution" for node in nodes)
 
 
 def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:

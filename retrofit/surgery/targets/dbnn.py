@@ -29,7 +29,9 @@ class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
         if not batch and self.running_lambda is not None:
             lmbda = 1 + self.effective_alpha * (self.running_lambda.to(h.dtype) - 1)
             return yeo_johnson(h, lmbda.view(-1, self.group_size, 1)), lmbda
-        noise = self.noise if self.training else 0.0
+        noise = 0.0
+        if self.training:
+            noise = self.noise
         options = self.strength, noise, self.noise_kind, self.alpha
         y, lmbda = gaussianize(h.flatten(0, 1), (1,), *options)
         return y.view_as(h), lmbda.detach()

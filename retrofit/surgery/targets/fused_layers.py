@@ -43,8 +43,12 @@ class TrainedBatchNorm:
         """Read a layer with running statistics."""
         mean = layer.running_mean.double()
         var = layer.running_var.double()
-        gamma = torch.ones_like(mean) if layer.weight is None else layer.weight.double()
-        beta = torch.zeros_like(mean) if layer.bias is None else layer.bias.double()
+        gamma = torch.ones_like(mean)
+        if layer.weight is not None:
+            gamma = layer.weight.double()
+        beta = torch.zeros_like(mean)
+        if layer.bias is not None:
+            beta = layer.bias.double()
         return cls(mean, var, (var + layer.eps).sqrt(), gamma, beta)
 
     @property
@@ -109,7 +113,9 @@ class FusedConverter(Converter):
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         import timm.layers
 
-        like = module.running_mean if module.weight is None else module.weight
+        like = module.weight
+        if like is None:
+            like = module.running_mean
         cls = getattr(timm.layers, self.layer)
         new: Any = cls(module.num_features, **row.options).to(like)
         eps = new.eps
