@@ -42,7 +42,9 @@ class Attack:
         reach = self.eps / std
         low = torch.maximum(pixels - reach, -mean / std)
         high = torch.minimum(pixels + reach, (1 - mean) / std)
-        stride = reach if self.kind == "fgsm" else reach / 4
+        stride = reach
+        if self.kind != "fgsm":
+            stride = reach / 4
         for _ in range(_STEPS[self.kind]):
             with torch.enable_grad():
                 pixels = pixels.detach().requires_grad_()

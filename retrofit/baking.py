@@ -161,7 +161,9 @@ def bake(
     layers = []
     for name in trial.names:
         is_baked = name in best.constants
-        reason = "" if is_baked else trial.reasons.get(name, "costs too much")
+        reason = ""
+        if not is_baked:
+            reason = trial.reasons.get(name, "costs too much")
         layers.append(BakedLayer(name, best.errors.get(name), is_baked, reason))
     return model, BakeReport(tuple(layers), tuple(stages), chosen, tolerance, trial.images)
 

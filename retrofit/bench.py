@@ -244,7 +244,9 @@ def _step(
     name: str, network: nn.Module, size: tuple[int, int, int], mode: Mode, setting: Setting
 ) -> Step:
     """Return what runs one batch of seeded images through a copy of the network."""
-    layout: Any = torch.channels_last if setting.channels_last else torch.contiguous_format
+    layout: Any = torch.contiguous_format
+    if setting.channels_last:
+        layout = torch.channels_last
     model = copy.deepcopy(network).to(setting.device).to(memory_format=layout)
     model.train(mode == "train")
     shape = (setting.batch_size, *size)
@@ -253,7 +255,9 @@ def _step(
     pixels = pixels.to(setting.device).contiguous(memory_format=layout)
     with torch.inference_mode():
         scores = copy.deepcopy(model).eval()(pixels[:2])
-    run: Callable[[Tensor], Any] = torch.compile(model) if setting.compile else model
+    run: Callable[[Tensor], Any] = model
+    if setting.compile:
+        run = torch.compile(model)
     if mode == "eval":
         return partial(_evaluate, run, pixels, setting)
     if not isinstance(scores, Tensor) or scores.ndim != 2:

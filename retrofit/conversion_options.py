@@ -104,7 +104,9 @@ def _annotation(known: Option) -> str:
     """Return the type of an option's values, as help() shows it."""
     if known.kind == "batches":
         return "Iterable[Any] | None"
-    kinds = [] if known.kind is str else [known.kind.__name__]
+    kinds = []
+    if known.kind is not str:
+        kinds = [known.kind.__name__]
     if known.words:
         kinds.append(f"Literal[{', '.join(map(repr, known.words))}]")
     return " | ".join([*kinds, "None"])

@@ -64,7 +64,9 @@ class Accuracy:
     @property
     def attacked_top1(self) -> float | None:
         """Top-1 accuracy under attack in percent; None without one."""
-        return None if self.attacked1 is None else 100 * self.attacked1 / self.images
+        if self.attacked1 is None:
+            return None
+        return 100 * self.attacked1 / self.images
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -118,7 +120,9 @@ def evaluate(
     if doubt:
         warnings.warn(doubt, stacklevel=2)
     device = torch.device(device)
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+    layout = torch.contiguous_format
+    if channels_last:
+        layout = torch.channels_last
     model = model.to(device).to(memory_format=layout).eval()
     loader = create_loader(
         data.images,
@@ -130,7 +134,9 @@ def evaluate(
         persistent_workers=False,
         worker_seeding=heed_no_signals,
     )
-    total = len(data.images) if hasattr(data.images, "__len__") else None
+    total = None
+    if hasattr(data.images, "__len__"):
+        total = len(data.images)
     done = 0
     skipped: list[str] = []
     counts = _Counts(attack)
@@ -240,7 +246,9 @@ class ExportedNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
         """Return the output; of several, a list."""
         outputs = [torch.from_numpy(values) for values in self._run(x.float().numpy())]
-        return outputs[0] if len(outputs) == 1 else outputs
+        if len(outputs) == 1:
+            return outputs[0]
+        return outputs
 
 
 @dataclass(frozen=True)

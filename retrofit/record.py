@@ -186,7 +186,9 @@ class Record:
 def record_of(model: nn.Module) -> Record:
     """Return the record of a network, or of the one in a wrapper; an empty one if it has none."""
     record = vars(unwrapped(model)).get(_ATTRIBUTE)
-    return record if isinstance(record, Record) else Record()
+    if isinstance(record, Record):
+        return record
+    return Record()
 
 
 def set_record(model: nn.Module, **changes: Any) -> None:
@@ -226,9 +228,13 @@ def forget_plans(model: nn.Module) -> None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the network in wrappers of torch.compile, DataParallel and DistributedDataParallel."""
     parallel = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    name = "module" if parallel else "_orig_mod"
+    name = "_orig_mod"
+    if parallel:
+        name = "module"
     inner = vars(model).get("_modules", {}).get(name)
-    return model if inner is None else unwrapped(inner)
+    if inner is None:
+        return model
+    return unwrapped(inner)
 
 
 def network_in(model: nn.Module) -> nn.Module:

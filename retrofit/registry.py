@@ -54,11 +54,15 @@ class Option:
     def problem(self, value: Any) -> str:
         """Return what is wrong with a value, after "NAME must be"; empty if nothing is."""
         if isinstance(value, str) or self.kind is str:
-            return "" if value in self.words else self._words_taken()
+            if value in self.words:
+                return ""
+            return self._words_taken()
         if self.kind not in (int, float):
             return ""
         if isinstance(value, bool) or not isinstance(value, (int, self.kind)):
-            return "a whole number" if self.kind is int else "a number"
+            if self.kind is int:
+                return "a whole number"
+            return "a number"
         if self.low <= value <= self.high and value < math.inf:
             return ""
         if self.high == math.inf:

@@ -252,9 +252,10 @@ def sync_norms(model: nn.Module, device: torch.device | str | None = None) -> in
     for module in model.modules():
         if isinstance(module, StrengthMixin) and module.unsynchronized:
             raise RetrofitError(module.unsynchronized)
-    place = device_of(model) if device is None else torch.device(device)
+    if device is None:
+        device = device_of(model)
     layers = [module for module in model.modules() if type(module) in _SYNCHRONIZED]
-    if place.type == "cpu":
+    if torch.device(device).type == "cpu":
         layers = [layer for layer in layers if isinstance(layer, StrengthMixin)]
     for layer in layers:
         vars(layer)["_retrofit_local_form"] = type(layer)

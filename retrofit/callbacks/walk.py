@@ -32,7 +32,9 @@ class Walk:
     @property
     def strength(self) -> float | None:
         """The strength that was set last."""
-        return None if self._schedule is None else self._schedule.strength
+        if self._schedule is None:
+            return None
+        return self._schedule.strength
 
     def begin(self, model: nn.Module, total_steps: int, step: int) -> None:
         """Start on a network, at `step` of a run; a resumed one goes on from where its layers

@@ -54,7 +54,9 @@ class _Commands(click.Group):
             command: click.Command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
             return command
         close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
+        hint = ""
+        if close:
+            hint = f" (did you mean {close[0]}?)"
         raise click.UsageError(f"there is no command {cmd_name!r}{hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -63,7 +63,9 @@ def command(
 def _show(report: BakeReport) -> None:
     rows = []
     for stage in report.stages:
-        same = "" if stage.top1_agreement is None else f"{stage.top1_agreement:.1%}"
+        same = ""
+        if stage.top1_agreement is not None:
+            same = f"{stage.top1_agreement:.1%}"
         rows.append((str(stage.layers), f"{stage.error:.3g}", f"{stage.worst:.3g}", same))
     show_table(
         ("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows))

@@ -90,14 +90,18 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     device, amp = placement(given)
     networks = _opened(model, against, given)
     sizes = {name: network.preprocess.input_size for name, network in networks.items()}
-    modes = MODES if given["mode"] == "both" else (given["mode"],)
+    modes = MODES
+    if given["mode"] != "both":
+        modes = (given["mode"],)
     setting = Setting(**taken(dict(given), Setting), device=device, amp=amp)
     measured = {name: (network.model, sizes[name]) for name, network in networks.items()}
     with progress_bar("measuring") as move:
         costs = measure(measured, setting, modes, move)
     rows = []
     for cost in costs:
-        memory = "1" if cost.memory_ratio is None else f"{cost.memory_ratio:.2f}"
+        memory = "1"
+        if cost.memory_ratio is not None:
+            memory = f"{cost.memory_ratio:.2f}"
         rows.append((cost.mode, cost.network, *_times(cost), f"{cost.bytes / 1e6:.1f}", memory))
     show_table(("mode", "network", "ms a batch", "time ratio", "peak MB", "memory ratio"), rows)
     shapes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for size in sizes.values()))

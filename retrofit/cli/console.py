@@ -64,7 +64,9 @@ def in_flags(text: str, command: click.Command | None = None) -> str:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
-        return _as_typed(options[name], value) if name in options else match[0]
+        if name in options:
+            return _as_typed(options[name], value)
+        return match[0]
 
     return _ARGUMENT.sub(flag, text)
 
@@ -87,10 +89,14 @@ def _as_typed(option: click.Option, text: str | None) -> str:
     value = literal(text)
     if option.is_flag:
         off = [*option.secondary_opts, name][0]
-        return off if value is False else name
+        if value is False:
+            return off
+        return name
     if isinstance(value, dict):
         return " ".join(f"{name} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
-    words = value if isinstance(value, list | tuple) else [value]
+    words = [value]
+    if isinstance(value, list | tuple):
+        words = list(value)
     return " ".join([name, *(shlex.quote(str(word)) for word in words)])
 
 
@@ -123,6 +129,23 @@ def emit(values: dict[str, Any]) -> None:
         click.echo(json_text(values))
 
 
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = stderr()
+    lengths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths = _fitted(lengths, console.width - _GAP * len(lengths))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in head:
+        table.add_column(title, no_wrap=True)
+    table.columns[0].justify = "right"
+    table.columns[-1].no_wrap = False
+    for *cells, last in rows:
+        table.add_row(*map(printable, cells, widths), last)
+    console.print(table)
+
+
 def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     """Write a table to stderr; the first column holds numbers, and a column without entries is left
     out.
@@ -131,25 +154,12 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
     broken between words, and entries of the others are shortened in the middle, those of the widest
     column first.
     """
-    from rich import box
-    from rich.table import Table
-
     filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
     if not filled:
         return
-    console = stderr()
     head = [columns[number] for number in filled]
     shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
-    lengths = [max(map(len, column)) for column in zip(head, *shown, strict=True)]
-    widths = _fitted(lengths, console.width - _GAP * len(lengths))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in head:
-        table.add_column(title, no_wrap=True)
-    table.columns[0].justify = "right"
-    table.columns[-1].no_wrap = False
-    for *cells, last in shown:
-        table.add_row(*map(printable, cells, widths), last)
-    console.print(table)
+    _print_table(head, shown)
     if len(rows) > _ROWS:
         say(f"... and {len(rows) - _ROWS} more kinds; --json lists every layer")
 
@@ -236,7 +246,9 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
 
         def move(done: int, total: int | None, part: str = "") -> None:
             nonlocal written
-            description = f"{text}: {part}" if part else text
+            description = text
+            if part:
+                description = f"{text}: {part}"
             bar.update(task, completed=done, total=total, description=description)
             now = console.get_time()
             if shown or now - written < _EVERY:

@@ -40,6 +40,7 @@ from retrofit.errors import RetrofitError
 from retrofit.registry import TARGETS, listed_targets
 
 if TYPE_CHECKING:
+    from retrofit.compare import Comparison
     from retrofit.surgery import Report
 
 
@@ -113,32 +114,51 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **give
     own = source.library == "own"
     # `evaluate` and `finetune` take networks that classify, no others.
     if report.classifies:
-        whose = f" --network {source}" if own else ""
-        say(f"next: retrofit evaluate {shlex.quote(str(output))}{whose} --data-dir DIR")
+        advice = f"retrofit evaluate {shlex.quote(str(output))}"
+        if own:
+            advice += f" --network {source}"
+        say(f"next: {advice} --data-dir DIR")
     else:
-        into = ", into=YOUR_NETWORK" if own else ""
+        into = ""
+        if own:
+            into = ", into=YOUR_NETWORK"
         say(
             f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks"
         )
     emit({**facts, **report.to_dict(), "output": str(output)})
 
 
+def _show_check(result: Comparison, at_0: bool) -> None:
+    verdict = "FAILED"
+    if result.passed:
+        verdict = "passed"
+    if at_0:
+        verdict += " at strength 0"
+    sentence = f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}"
+    if result.where:
+        sentence += f" (in {result.where})"
+    say(sentence)
+
+
 def _show(report: Report) -> None:
     show_plan(report.plan)
     for note in report.notes:
-        say(note if note.startswith("not checked:") else f"note: {note}")
+        if note.startswith("not checked:"):
+            say(note)
+        else:
+            say(f"note: {note}")
     growth = report.params_after - report.params_before
     say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
-    if (result := report.check) is not None and report.identity:
-        at = f" (in {result.where})" if result.where else ""
-        verdict = "passed" if result.passed else "FAILED"
-        verdict += " at strength 0" if report.change is not None else ""
-        say(f"check {verdict}: {result}, tolerance {result.tolerance * result.scale:.3g}{at}")
-    elif result is not None:
-        say(f"{report.plan.to} does not start as its source: {result}", "bold")
+    if report.check is not None and report.identity:
+        _show_check(report.check, at_0=report.change is not None)
+    elif report.check is not None:
+        say(f"{report.plan.to} does not start as its source: {report.check}", "bold")
     if report.agreement is not None:
-        same, images = report.agreement["same"], report.agreement["images"]
-        at = "untrained" if report.strength is None else "at strength 1, untrained"
+        same = report.agreement["same"]
+        images = report.agreement["images"]
+        at = "at strength 1, untrained"
+        if report.strength is None:
+            at = "untrained"
         say(
             f"{at}, {same / images:.1%} of the predictions are the source's ({same} of {images} images)"
         )

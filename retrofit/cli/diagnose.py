@@ -54,7 +54,9 @@ def command(
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
     # A second network by name gets the library's weights too; an artifact, what builds the first.
-    shared = "pretrained" if against is None or artifact_path(against) is None else "network"
+    shared = "network"
+    if against is None or artifact_path(against) is None:
+        shared = "pretrained"
     options_of_second = {shared: given[shared]}
     networks = {file_stem(model): open_network(model, given, beside=against)}
     if against is not None:

@@ -75,7 +75,9 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: A
 
     network: Network | ExportedFile
     if Path(model).suffix == ".onnx":
-        of_files = (*_OF_FILES, "device") if given["device"] == "cpu" else _OF_FILES
+        of_files: tuple[str, ...] = _OF_FILES
+        if given["device"] == "cpu":
+            of_files = (*_OF_FILES, "device")
         options.refuse_flags(f"{model} is an exported file, {_AS_IT_IS}", but=of_files)
         network = open_exported(Path(model), runtime or "onnxruntime")
         given["device"] = "cpu"

@@ -163,4 +163,6 @@ def _largest(errors: Iterable[float | None]) -> str:
     exact.
     """
     known = [error for error in errors if error is not None]
-    return f"{max(known):.2g}" if known else ""
+    if known:
+        return f"{max(known):.2g}"
+    return ""

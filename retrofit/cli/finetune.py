@@ -96,8 +96,12 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(_shown, value))
     if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        if value:
+            return "yes"
+        return "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 @click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
@@ -213,13 +217,17 @@ class _Progress(RunCallback):
         self._move(step.step, step.steps, f"epoch {step.epoch} of {step.epochs}, {figures}")
 
     def epoch(self, row: dict[str, Any]) -> None:
-        top1 = "" if row["val_top1"] is None else f", top-1 {row['val_top1']:.2f}%"
+        top1 = ""
+        if row["val_top1"] is not None:
+            top1 = f", top-1 {row['val_top1']:.2f}%"
         course = _course(row["lr"], row["strength"], row["images_per_second"])
         say(f"epoch {row['epoch']}: loss {row['train_loss']:.4f}{top1}, {course}")
 
 
 def _course(lr: float, strength: float | None, images_per_second: float) -> str:
-    t = "" if strength is None else f", strength {strength:.2f}"
+    t = ""
+    if strength is not None:
+        t = f", strength {strength:.2f}"
     return f"lr {lr:.2e}{t}, {images_per_second:.0f} images/s"
 
 
@@ -254,7 +262,9 @@ def _conclude(folder: Path, result: Position, network: str | None) -> None:
         warn(f"{images} cannot be read: {names(result.unreadable)}")
     if result.finished:
         artifact = folder / "best.safetensors"
-        best = "" if result.best is None else f", best top-1 {result.best:.2f}%"
+        best = ""
+        if result.best is not None:
+            best = f", best top-1 {result.best:.2f}%"
         say(f"done: {result.step} steps{best}", "bold")
         say(f"wrote {artifact}", "bold")
     else:
@@ -270,4 +280,6 @@ def _resuming_command(folder: Path, network: str | None) -> str:
     if processes != "1":
         start = f"torchrun --nproc-per-node {processes} -m retrofit"
     command = f"{start} finetune --resume {folder}"
-    return f"{command} --network {network}" if network else command
+    if network:
+        return f"{command} --network {network}"
+    return command

@@ -130,7 +130,9 @@ def _channels(module: "nn.Module") -> int | None:
 def _show_census(rows: list[dict[str, Any]]) -> None:
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        strength = f"{row['strength']:.3g}" if "strength" in row else ""
+        strength = ""
+        if "strength" in row:
+            strength = f"{row['strength']:.3g}"
         kinds[row["source"], row["family"] or "", strength, row["reason"]].append(row)
     lines = []
     for (source, family, strength, reason), alike in kinds.items():

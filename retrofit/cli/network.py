@@ -132,4 +132,6 @@ def file_stem(model: str) -> str:
     folder = path.parent.name
     # Of a fine-tuning run, whose folder tells it from others.
     in_run = folder and stem in ("best", "last")
-    return f"{folder}-{stem}" if in_run else stem
+    if in_run:
+        return f"{folder}-{stem}"
+    return stem

@@ -118,7 +118,9 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
         pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
         with evaluating(network.model):
             scores = network.model(pixels.to(device_of(network.model)))
-        outputs = scores.shape[1] if _are_scores(scores) else None
+        outputs = None
+        if _are_scores(scores):
+            outputs = scores.shape[1]
         labelled = data.classes is not None and not data.doubt(outputs, network.labels)
     return sample_loader(data, network.preprocess, images, batch_size, labelled)
 
@@ -383,4 +385,6 @@ def _pairs(values: meters.FloatArray) -> list[meters.FloatArray]:
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Return the mean of those values that are there and finite; None if none is."""
     finite = [value for value in values if value is not None and np.isfinite(value)]
-    return float(np.mean(finite)) if finite else None
+    if finite:
+        return float(np.mean(finite))
+    return None

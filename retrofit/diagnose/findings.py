@@ -71,7 +71,9 @@ def _noise_findings(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.noise:
         first = diagnosis.noise[0]
         ratio = first.errors[-1] / max(first.errors[0], 1e-30)
-        course = "grows" if ratio > 1 else "shrinks"
+        course = "shrinks"
+        if ratio > 1:
+            course = "grows"
         yield (
             f"noise added at {first.source} {course} on its way: "
             f"relative to the signal it is {ratio:.2f} times as large at {first.layers[-1]}"

@@ -109,7 +109,9 @@ def input_noise(
         images += len(pixels)
         labelled &= labels is not None
         for place, level in enumerate(NOISE_LEVELS):
-            noisy = model(pixels + level * drawn).argmax(1) if level else clean
+            noisy = clean
+            if level:
+                noisy = model(pixels + level * drawn).argmax(1)
             same[place] += int((noisy == clean).sum())
             if labels is not None:
                 right[place] += int((noisy == labels.to(noisy)).sum())

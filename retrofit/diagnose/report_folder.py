@@ -118,7 +118,9 @@ class Plot(NamedTuple):
             handles, labels = figure.axes[0].get_legend_handles_labels()
             # Below the figure, off the data.
             if labels:
-                columns = 2 if max(map(len, labels)) < 28 else 1
+                columns = 1
+                if max(map(len, labels)) < 28:
+                    columns = 2
                 figure.legend(
                     handles, labels, loc="outside lower center", ncols=columns, fontsize=8
                 )
@@ -233,14 +235,16 @@ def _noise(figure: Figure, networks: Networks) -> None:
         places = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
         for number, followed in enumerate(diagnosis.noise):
             points = [
-                (places[n], e)
-                for n, e in zip(followed.layers, followed.errors, strict=True)
-                if e > 0
+                (places[layer], error)
+                for layer, error in zip(followed.layers, followed.errors, strict=True)
+                if error > 0
             ]
-            label = None if number else name
-            axes.plot(
-                *zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number, label=label
+            (line,) = axes.plot(
+                *zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number
             )
+            # The legend lists each network once.
+            if number == 0:
+                line.set_label(name)
     _by_layer(axes)
     axes.set(ylabel="relative error", yscale="log")
 
@@ -268,7 +272,9 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
             entry.top1 if labelled else entry.agreement for entry in diagnosis.input_noise
         ]
         axes.plot(levels, shares, "o-", color=colour, label=name)
-    ylabel = "top-1, %" if labelled else "same answer, %"
+    ylabel = "same answer, %"
+    if labelled:
+        ylabel = "top-1, %"
     axes.set(xlabel="standard deviation of the noise", ylabel=ylabel, ylim=(0, 102))
 
 
@@ -388,7 +394,9 @@ def _table(layers: Sequence[Layer]) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:z.3f}"
+    if value is None:
+        return ""
+    return f"{value:z.3f}"
 
 
 def _row(tag: str, cells: Iterable[str]) -> str:
@@ -404,7 +412,9 @@ def _titled(name: str, model: Mapping[str, Any]) -> str:
         title += f" to {model['target']}"
     if model.get("strength") is not None:
         title += f", t = {model['strength']:.3g}"
-    return name if title == name else f"{name} ({title})"
+    if title == name:
+        return name
+    return f"{name} ({title})"
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:

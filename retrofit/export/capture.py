@@ -144,7 +144,9 @@ def _kind_of(layer: ConvertedLayer, form: nn.Module) -> str:
     for form_class, kind in _KINDS.items():
         if form_class in classes:
             return kind
-    return "normalization" if layer.affine_map() is None else "affine"
+    if layer.affine_map() is None:
+        return "normalization"
+    return "affine"
 
 
 def _freeze_estimates(form: nn.Module, lmbda: float) -> bool:
@@ -201,7 +203,9 @@ def _exported(
             exported = torch.export.export(
                 net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
             )
-            return exported.run_decompositions({}) if functional else exported
+            if functional:
+                return exported.run_decompositions({})
+            return exported
     # Capturing runs the network's code, which may raise anything.
     except Exception as error:
         raise RetrofitError(

@@ -80,7 +80,9 @@ def _norm_before(node: Node) -> Node | None:
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     norm = node.args[0]
-    return norm if isinstance(norm, Node) and norm.target is _NORM else None
+    if isinstance(norm, Node) and norm.target is _NORM:
+        return norm
+    return None
 
 
 def _batch_norm(graph: FoldingGraph, norm: Node) -> tuple[Any, AffineMap] | None:
@@ -112,16 +114,17 @@ def _arithmetic(graph: FoldingGraph, node: Node) -> tuple[Any, AffineMap] | None
     dim = _channel_dim_of(value, x, node)
     if dim is None:
         return None
-    vector = value.flatten().double()
-    if node.target in _SUMS:
-        scale = torch.ones_like(vector)
-        shift = vector * _SUMS[node.target]
-    else:
-        scale = vector ** _PRODUCTS[node.target]
-        shift = torch.zeros_like(vector)
+    scale, shift = _scale_and_shift(node.target, value.flatten().double())
     if not scale.isfinite().all():
         return None
     return x, AffineMap(scale, shift, dim, frozenset([layer_of(node)]))
+
+
+def _scale_and_shift(operator: Any, constant: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the map, (C,) each, of a sum with a constant or a product by it."""
+    if operator in _SUMS:
+        return torch.ones_like(constant), constant * _SUMS[operator]
+    return constant ** _PRODUCTS[operator], torch.zeros_like(constant)
 
 
 def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
@@ -163,6 +166,12 @@ def fold_into_producers(graph: FoldingGraph) -> None:
             graph.replace(node, producer)
 
 
+def _merged(layer: LinearMap | None, matrix: LinearMap | None) -> LinearMap | None:
+    if layer is None or matrix is None:
+        return None
+    return layer.then_groups(matrix)
+
+
 def merge_whitenings(graph: FoldingGraph) -> None:
     """Merge a convolution of size 1, of as many channels a group as it takes, into the layer before
     it.
@@ -171,12 +180,10 @@ def merge_whitenings(graph: FoldingGraph) -> None:
         producer: Any = node.args[0]
         if producer.target not in LINEAR or users_of(producer) != [node]:
             continue
-        matrix = _point_matrix(graph, node)
-        layer = graph.linear(producer)
-        if matrix is None or layer is None:
+        if _channel_dim(producer) != _channel_dim(node):
             continue
-        merged = layer.then_groups(matrix)
-        if merged is None or _channel_dim(producer) != _channel_dim(node):
+        merged = _merged(graph.linear(producer), _point_matrix(graph, node))
+        if merged is None:
             continue
         graph.set_linear(producer, merged)
         if graph.layers.get(layer_of(node)) == "group convolution":
@@ -194,7 +201,9 @@ def _point_matrix(graph: FoldingGraph, node: Node) -> LinearMap | None:
     _, outputs, inputs, *size = matrix.weight.shape
     is_strided = set(arguments(node).get("stride", [1])) != {1}
     is_square = outputs == inputs and math.prod(size) == 1
-    return matrix if is_square and not is_strided else None
+    if is_square and not is_strided:
+        return matrix
+    return None
 
 
 def fold_into_consumers(graph: FoldingGraph) -> None:
@@ -266,7 +275,9 @@ is merged itself.
 
 def _channel_dim(node: Node) -> int:
     """Return the dimension that a convolution or linear layer mixes."""
-    return len(shape_of(node)) - 1 if node.target is ATEN.linear.default else 1
+    if node.target is ATEN.linear.default:
+        return len(shape_of(node)) - 1
+    return 1
 
 
 def _fits(node: Node, affine: AffineMap, channels: torch.Size) -> bool:

@@ -105,14 +105,18 @@ class FoldingGraph:
 
     def constant(self, value: Any) -> Tensor | None:
         """Return the value of an argument that no input reaches; None for others."""
-        return self._constants.get(value) if isinstance(value, Node) else None
+        if isinstance(value, Node):
+            return self._constants.get(value)
+        return None
 
     def affine_map(self, node: Any) -> AffineMap | None:
         """Return the affine map that a node is; None for others."""
         if not isinstance(node, Node) or node.op != "call_module":
             return None
         part = self.module.get_submodule(str(node.target))
-        return part if isinstance(part, AffineMap) else None
+        if isinstance(part, AffineMap):
+            return part
+        return None
 
     def affine_maps(self) -> list[tuple[Node, AffineMap]]:
         """Return the nodes that are affine maps, in their order."""
@@ -235,4 +239,6 @@ def _pads_zeros(padding: Any, weight: Tensor) -> bool:
 
 def _memory(value: Any) -> int:
     """Return where a tensor's values lie."""
-    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else id(value)
+    if isinstance(value, Tensor):
+        return value.untyped_storage().data_ptr()
+    return id(value)

@@ -36,7 +36,9 @@ def shape_of(node: Node) -> tuple[Any, ...]:
 def layer_of(node: Node) -> str:
     """Return the name of the innermost module that a node comes from."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
-    return str(stack[-1][0]) if stack else ""
+    if stack:
+        return str(stack[-1][0])
+    return ""
 
 
 def value_of(module: fx.GraphModule, node: Node) -> Any:

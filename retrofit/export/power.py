@@ -81,7 +81,9 @@ class Transform:
         lmbda, gamma, beta = constants
         mirrored = gamma < 0
         users = users_of(node)
-        high = _upper_limit(users[0]) if len(users) == 1 else None
+        high = None
+        if len(users) == 1:
+            high = _upper_limit(users[0])
         return cls(
             node=node,
             sign=torch.where(mirrored, -1.0, 1.0).to(gamma),
@@ -143,7 +145,9 @@ def _upper_limit(node: Node) -> float | None:
     _, low, high = arguments(node).values()
     if low != 0 or isinstance(high, Node):
         return None
-    return INF if high is None else high
+    if high is None:
+        return INF
+    return high
 
 
 class OneBranch(nn.Module):
@@ -168,7 +172,9 @@ class OneBranch(nn.Module):
         log = torch.log(u)
         exponent = log * forms.channel_view(self.lmbda, u)
         y = forms.relative_growth(exponent) * log if self.near_0 else torch.exp(exponent) - 1.0
-        return y if self.scale is None else y * forms.channel_view(self.scale, u)
+        if self.scale is None:
+            return y
+        return y * forms.channel_view(self.scale, u)
 
 
 def limits(low: float | None, high: float | None = None) -> nn.Module:

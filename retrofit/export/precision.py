@@ -199,4 +199,6 @@ def _as_half(value: float) -> float:
 
 
 def _rounded_to_half(value: Tensor) -> Tensor:
-    return value.half().float() if value.dtype == torch.float32 else value
+    if value.dtype == torch.float32:
+        return value.half().float()
+    return value

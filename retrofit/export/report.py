@@ -36,7 +36,9 @@ class FoldedLayer:
         """Its form, with the degree of a polynomial or the number of lines."""
         if self.form == "lines":
             return f"{self.degree} lines"
-        return self.form if self.degree is None else f"{self.form} of degree {self.degree}"
+        if self.degree is None:
+            return self.form
+        return f"{self.form} of degree {self.degree}"
 
 
 @dataclass(frozen=True)

@@ -61,20 +61,23 @@ class Request:
 
     def __post_init__(self) -> None:
         """Check what a user requests, and complete it by random inputs."""
-        batches = () if self.calibrate is None else self.calibrate
+        batches: Iterable[Any] = ()
+        if self.calibrate is not None:
+            batches = self.calibrate
         self.images = [image for batch in images_of(batches) for image in batch]
         for problem in (*self._problems_of_options(), *self._problems_of_images()):
             raise UsageError(problem)
         self.network = unwrapped(self.model)
         refuse_partial_state(self.network)
         device, dtype = placement_of(self.network)
-        # Its own rounding is no part of its function
+        # The rounding of half precision is no part of the network's function.
         if dtype != torch.float32:
             self.network = copied(self.network).float()
         self.calls = [call.to(device, torch.float32) for call in self._example_calls()]
         arguments = tree_leaves((self.calls[0].args, dict(self.calls[0].kwargs)))
-        is_one_tensor = len(arguments) == 1 and isinstance(arguments[0], Tensor)
-        self.sample = tuple(arguments[0].shape[1:]) if is_one_tensor else ()
+        self.sample: tuple[int, ...] = ()
+        if len(arguments) == 1 and isinstance(arguments[0], Tensor):
+            self.sample = tuple(arguments[0].shape[1:])
         self._check_size_of_images()
 
     def _problems_of_options(self) -> Iterator[str]:
@@ -130,7 +133,9 @@ class Request:
 
     def _check_size_of_images(self) -> None:
         sample = self.sample
-        fixed = sample[:1] if self.dynamic_size else sample
+        fixed = sample
+        if self.dynamic_size:
+            fixed = sample[:1]
         shapes = {tuple(image.shape) for image in self.images}
         are_right = all(
             len(shape) == len(sample) and shape[: len(fixed)] == fixed for shape in shapes
@@ -158,13 +163,17 @@ class Request:
         """Largest difference of the folded network; that of a file in less than 32 bits is another
         matter.
         """
-        usual = APPROXIMATE_TOLERANCE if self.approximates else TOLERANCE
+        usual = TOLERANCE
+        if self.approximates:
+            usual = APPROXIMATE_TOLERANCE
         if self.tolerance is None:
             return usual
         if self.precision == "float32":
             return self.tolerance
         # No further off than the file may be
-        return max(self.tolerance, usual) if self.approximates else usual
+        if self.approximates:
+            return max(self.tolerance, usual)
+        return usual
 
     @property
     def fitted(self) -> list[Call]:
@@ -174,20 +183,30 @@ class Request:
     @property
     def unseen(self) -> list[Call]:
         """Calls with the images that are not fitted on; the example calls where there are none."""
-        return self._batches(self.images[1::2]) if len(self.images) > 1 else self.calls
+        if len(self.images) > 1:
+            return self._batches(self.images[1::2])
+        return self.calls
 
     @property
     def judged(self) -> list[Call]:
         """What the folded network is judged on."""
-        return self.unseen if self.approximates else self.calls + self._batches(self.images)
+        if self.approximates:
+            return self.unseen
+        return self.calls + self._batches(self.images)
 
     @property
     def judged_on(self) -> str:
         """What the file is judged on, in words."""
-        calls = "random inputs" if self.inputs is None else "given inputs"
+        calls = "given inputs"
+        if self.inputs is None:
+            calls = "random inputs"
         if self.precision == "float32" and not self.approximates:
-            return f"{calls} and images" if self.images else calls
-        return "images" if len(self.images) > 1 else calls
+            if self.images:
+                return f"{calls} and images"
+            return calls
+        if len(self.images) > 1:
+            return "images"
+        return calls
 
     def _batches(self, images: Sequence[Tensor]) -> list[Call]:
         """Return calls with all of some images: one alone, three, and the others in larger batches;

@@ -80,7 +80,9 @@ class TensorArgument:
             return f"fold it again without `batch`, or with `batch={sizes[0]}`"
         advice = f"fold it again with `input_size={sizes[1:]}`"
         is_image = len(sizes) > 2 and sizes[1] == self.sizes[1]
-        return f"{advice}, or with `dynamic_size=True`" if is_image else advice
+        if is_image:
+            return f"{advice}, or with `dynamic_size=True`"
+        return advice
 
     def _refusal(self, expected: Any, passed: Any, advice: str) -> RetrofitError:
         what = f"the folded network takes `{self.name}` of {expected}, not of {passed}"
@@ -154,7 +156,9 @@ class Guards(nn.Module):
 
 
 def _in_words(argument: Any) -> str:
-    return "a tensor" if isinstance(argument, Tensor | TensorArgument) else shown(argument)
+    if isinstance(argument, Tensor | TensorArgument):
+        return "a tensor"
+    return shown(argument)
 
 
 def _product(sizes: tuple[int | None, ...]) -> str:

@@ -52,15 +52,9 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         raise UsageError(
             f"{recipe.dataset} is a stream, in which no run can be resumed; unpack it, or use hfds/"
         )
-    if recipe.labelled and train.classes == 1:
-        raise RetrofitError(
-            f"the data has a single class; give a folder per class, or {UNLABELLED}"
-        )
-    if recipe.labelled and train.matched == "order" and _keeps_classifier(recipe, train, labels):
-        train = train.mapped(labels=labels)
-    names = train.names if recipe.labelled else None
-    if recipe.labelled and train.matched == "labels":
-        names = tuple(labels or ())
+    names = None
+    if recipe.labelled:
+        train, names = _with_classes(recipe, train, labels)
     notes = train.notes
     val_split = _val_split(recipe)
     if val_split != recipe.val_split:
@@ -72,6 +66,23 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         val = _open_part(recipe, val_split, channels, names)
         _refuse_other_classes(recipe, names, val)
     return Images(train, val, names, notes)
+
+
+def _with_classes(
+    recipe: Recipe, train: ImageData, labels: Sequence[str] | None
+) -> tuple[ImageData, tuple[str, ...] | None]:
+    """Return the training images, in the order of the network's outputs where it keeps its
+    classifier, and the names of their classes.
+    """
+    if train.classes == 1:
+        raise RetrofitError(
+            f"the data has a single class; give a folder per class, or {UNLABELLED}"
+        )
+    if train.matched == "order" and _keeps_classifier(recipe, train, labels):
+        train = train.mapped(labels=labels)
+    if train.matched == "labels":
+        return train, tuple(labels or ())
+    return train, train.names
 
 
 def _open_part(

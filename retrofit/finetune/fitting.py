@@ -1,6 +1,6 @@
 """A network opened for a run, and fitted to its images: their size, and the data's classes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,9 @@ def fit_network(
     new_tensors: tuple[str, ...] = ()
     if outputs != present:
         if recipe.teacher == "source":
-            counts = plural(present, "output"), plural(outputs, "class")
             raise RetrofitError(
-                "the source network has {} and cannot teach {}; ".format(*counts)
-                + f"give `class_map`, or {UNLABELLED}"
+                f"the source network has {plural(present, 'output')} and cannot teach "
+                f"{plural(outputs, 'class')}; give `class_map`, or {UNLABELLED}"
             )
         network, new_tensors = with_classes(network, outputs)
         note(f"new classifier: {outputs} outputs in place of {present}, initialized to zero")
@@ -116,10 +115,18 @@ def fit_network(
     if recipe.labelled and images.train.contradicts(network.labels):
         note(_taken_by_order(network, images, recipe))
     if images.names is not None:
-        # Where outputs are left over, the network's own names are none of theirs.
-        has_all = len(images.names) == outputs
-        set_record(network.model, labels=list(images.names) if has_all else None)
+        _set_labels(network, images.names, outputs)
     return network, new_tensors
+
+
+def _set_labels(network: Network, names: Sequence[str], outputs: int) -> None:
+    """Name the outputs by the data's classes; where outputs are left over, the network's own names
+    are none of theirs.
+    """
+    labels = None
+    if len(names) == outputs:
+        labels = list(names)
+    set_record(network.model, labels=labels)
 
 
 def _set_image_size(network: Network, recipe: Recipe) -> None:

@@ -43,7 +43,16 @@ def parameter_groups(
         groups = param_groups_layer_decay(
             model, weight_decay, no_weight_decay_list=undecayed, layer_decay=layer_decay
         )
-    decayed = list(model.parameters()) if decay_norms else _proxies(model)
+    decayed = _proxies(model)
+    if decay_norms:
+        decayed = list(model.parameters())
+    return _with_decay(groups, decayed, weight_decay)
+
+
+def _with_decay(
+    groups: list[dict[str, Any]], decayed: list[nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Split groups so that some parameters are decayed, and the others as timm has them."""
     decayed_ids = {id(parameter) for parameter in decayed}
     split: list[dict[str, Any]] = []
     for group in groups:

@@ -83,18 +83,20 @@ def freeze_all_but_norm(
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in also)
-    for module in model.modules():
-        if _is_converted_norm(module):
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(True)
+    for module in filter(_is_converted_norm, model.modules()):
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(True)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not trained:
         raise RetrofitError(
             "freezing all but the converted layers leaves nothing to train; drop `freeze`"
         )
     note(f"training {trained:,} parameters, those of the converted normalization layers")
-    tracking = [module for module in model.modules() if isinstance(module, _NormBase)]
-    return [module for module in tracking if not isinstance(module, StrengthMixin)]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _NormBase) and not isinstance(module, StrengthMixin)
+    ]
 
 
 def _is_converted_norm(module: nn.Module) -> bool:

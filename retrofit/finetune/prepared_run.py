@@ -66,15 +66,21 @@ class PreparedRun:
             self.new_tensors = tuple(state["new_tensors"])
         self.network = network
         outputs = scores_of(network)
-        layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+        layout = torch.contiguous_format
+        if recipe.channels_last:
+            layout = torch.channels_last
         self.model = network.model.to(self.device).to(memory_format=layout).train()
         teacher = None
         if recipe.teacher == "source":
             teacher = prepare.source_network(network, resumed=state is not None)
         self.objective = Objective(recipe, outputs, teacher)
-        self._set_up_data(images, None if recipe.labelled else teacher)
+        classes: int | None = outputs
+        target_network = teacher
+        if recipe.labelled:
+            classes = images.train.classes
+            target_network = None
+        self._set_up_data(images, target_network)
         self.position = Position(self.epoch_steps * recipe.epochs)
-        classes = images.train.classes if recipe.labelled else outputs
         untrained = network.weights["kind"] == "random"
         self.chance = ChanceWatch(recipe, self.position.steps, classes, untrained)
         self._set_up_training()

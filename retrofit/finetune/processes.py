@@ -68,5 +68,7 @@ def _refuse_missing_trackers(names: list[str]) -> None:
 
 def summed(figures: list[float], accelerator: Accelerator) -> list[float]:
     """Return the sums of figures over all processes."""
-    device = accelerator.device if accelerator.device.type == "cuda" else "cpu"
+    device = "cpu"
+    if accelerator.device.type == "cuda":
+        device = accelerator.device
     return accelerator.reduce(torch.tensor(figures, dtype=torch.float64, device=device)).tolist()

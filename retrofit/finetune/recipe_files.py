@@ -57,7 +57,9 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
         return Recipe.model_validate(settings)
     except ValidationError as error:
         sentences = _mistakes(settings, error)
-    advice = "correct it" if len(sentences) == 1 else "correct them"
+    advice = "correct them"
+    if len(sentences) == 1:
+        advice = "correct it"
     listed = printable(", ".join(sentences), _LONGEST)
     raise UsageError(f"{plural(len(sentences), 'mistake')} in {title}: {listed}; {advice}")
 
@@ -84,7 +86,9 @@ def _sentence(problem: dict[str, Any]) -> str:
     key = "".join(map(str, problem["loc"][:1]))
     if problem["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key[:64].replace("-", "_"), Recipe.model_fields, n=2)
-        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        hint = ""
+        if close:
+            hint = f" (did you mean {' or '.join(close)}?)"
         return f"unknown setting {shown(key)}{hint}"
     if not key:
         return str(problem["msg"]).removeprefix("Value error, ")

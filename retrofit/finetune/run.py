@@ -71,7 +71,9 @@ def finetune(
     if callback is None or not is_main:
         callback = RunCallback()
     with run_state.owned(folder, resume) if is_main else nullcontext():
-        state = run_state.load_state(folder) if resume else None
+        state = None
+        if resume:
+            state = run_state.load_state(folder)
         run = Run(network, recipe, folder, accelerator, callback, state)
         if state is None:
             run.begin()
@@ -234,7 +236,9 @@ class Run(PreparedRun):
         return float(max(group["lr"] for group in self.optimizer.param_groups))
 
     def _strength(self) -> float | None:
-        return None if self.schedule is None else self.schedule.strength
+        if self.schedule is None:
+            return None
+        return self.schedule.strength
 
     def _judge_steps(self, every: bool) -> None:
         """Report the steps that are due, or every one; end the run after one that is not finite."""
@@ -291,7 +295,9 @@ class Run(PreparedRun):
             **measured,
         }
         position.begin_epoch(row)
-        progress = 0.0 if self.schedule is None else 1 - self.schedule.remaining
+        progress = 0.0
+        if self.schedule is not None:
+            progress = 1 - self.schedule.remaining
         is_best = position.is_best(row["val_top1"], progress)
         figures = {name: value for name, value in measured.items() if value is not None}
         self.accelerator.log(figures, position.step)

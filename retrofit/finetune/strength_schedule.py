@@ -73,13 +73,7 @@ class StrengthSchedule:
             raise UsageError(
                 "there-and-back returns to a strength below 1; set `end`, 0 for the source's cost"
             )
-        self._layers = strength_layers(model)
-        if not self._layers:
-            raise RetrofitError("the model holds no converted layer; convert it first")
-        self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]
-        if noise and not self._noisy:
-            raise UsageError("`noise` means nothing to these layers, which draw none; leave it out")
-        self._most_noise = None if noise is None else check_noise(noise)
+        self._set_layers(model, noise)
         self._total = total_steps
         self._turn = total_steps // 2
         self._shape = shape
@@ -87,12 +81,23 @@ class StrengthSchedule:
         self._noise_start = noise_start
         self._noise_ramp = noise_ramp
         self._steps = 0
-        self._strengths = [float(layer.strength) for layer in self._layers]
         lowest = check_strength(start)
         self._starts = [max(lowest, strength) for strength in self._strengths]
         # The factor that was set; None if the layers' own is left alone.
         self.noise: float | None = None
         self._set()
+
+    def _set_layers(self, model: nn.Module, noise: float | None) -> None:
+        self._layers = strength_layers(model)
+        if not self._layers:
+            raise RetrofitError("the model holds no converted layer; convert it first")
+        self._strengths = [float(layer.strength) for layer in self._layers]
+        self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]
+        if noise and not self._noisy:
+            raise UsageError("`noise` means nothing to these layers, which draw none; leave it out")
+        self._most_noise: float | None = None
+        if noise is not None:
+            self._most_noise = check_noise(noise)
 
     def step(self) -> None:
         """Advance by one step; call this once after every optimizer step."""
@@ -196,7 +201,9 @@ class StrengthSchedule:
 
 def _share(done: float, ramp: float) -> float:
     """Return which share of a ramp is done, from 0 to 1; a ramp of length 0 is done at once."""
-    return 1.0 if done >= ramp else done / ramp
+    if done >= ramp:
+        return 1.0
+    return done / ramp
 
 
 def _check_fractions(**fractions: float) -> None:

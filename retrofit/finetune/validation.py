@@ -79,7 +79,9 @@ def validate(
         channels_last=recipe.channels_last,
     )
     finite = result.images - result.not_finite
-    loss_sum = result.loss * finite if finite else 0.0
+    loss_sum = 0.0
+    if finite:
+        loss_sum = result.loss * finite
     counts = [result.images, result.correct1, result.correct5, finite, loss_sum]
     seen, correct1, correct5, finite_seen, loss = summed(counts, accelerator)
     return replace(

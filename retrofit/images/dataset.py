@@ -76,7 +76,9 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
         with file, warnings.catch_warnings():
             # An image beyond Pillow's limit is an error, and listed; one beyond half of it is not.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = file if isinstance(file, Image.Image) else Image.open(file)
+            image = file
+            if not isinstance(file, Image.Image):
+                image = Image.open(file)
             with image:
                 return _in_8_bits(image).convert(self._mode), target
 
@@ -112,7 +114,9 @@ def _digits(training: bool) -> list[tuple[Image.Image, int]]:
     images, targets = load_digits(return_X_y=True)
     numbers = np.arange(len(targets))
     train, val = train_test_split(numbers, test_size=0.2, random_state=0, stratify=targets)
-    rows = train if training else val
+    rows = val
+    if training:
+        rows = train
     pixels = (images[rows].reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
     return [
         (Image.fromarray(image), int(target))
@@ -274,7 +278,9 @@ def open_images(
         raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; {advice}")
     _check_source(data_dir, dataset)
     _check_part(data_dir, dataset, split)
-    mode = "RGB" if channels == 3 else "L"
+    mode = "L"
+    if channels == 3:
+        mode = "RGB"
     if dataset == "digits":
         images = LabelledImages(_digits(split in _TRAIN_NAMES), mode)
         data = _of_classes(images, "0123456789")
@@ -339,8 +345,12 @@ def _named(
     data_dir: FileName | None, dataset: str, split: str, mode: str, class_map: FileName | None
 ) -> ImageData:
     """Open one of timm's named datasets; one that does not tell its classes gets the class map."""
-    root = None if data_dir is None else str(data_dir)
-    mapped = {} if class_map is None else {"class_map": read_class_map(class_map)}
+    root = None
+    if data_dir is not None:
+        root = str(data_dir)
+    mapped = {}
+    if class_map is not None:
+        mapped = {"class_map": read_class_map(class_map)}
     try:
         images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
@@ -412,7 +422,9 @@ def sample_batches(
     Raises:
         RetrofitError: If there is no image, or one cannot be read.
     """
-    split = "validation" if has_part(data_dir, "", "validation") else "."
+    split = "."
+    if has_part(data_dir, "", "validation"):
+        split = "validation"
     data = open_images(data_dir, split=split, channels=preprocess.input_size[0])
     return [pixels for pixels, _ in sample_loader(data, preprocess, images, batch_size)]
 

@@ -70,7 +70,10 @@ class ImageFiles:
             )
         self._names = sorted(places, key=_natural)
         self._places = [places[name] for name in self._names]
-        # In the order of the targets.
+        self._set_targets(topmost)
+
+    def _set_targets(self, topmost: bool) -> None:
+        """Name the classes, in the order of the targets, by the images' folders."""
         if topmost:
             labels = [name.partition("/")[0] for name in self._names]
             self.classes = sorted(set(labels))

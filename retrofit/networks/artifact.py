@@ -58,9 +58,13 @@ def artifact_path(text: str) -> Path | None:
         return _fetched(text, name)
     if prefix == "local-dir":
         file = Path(name) / WEIGHTS
-        return file if is_artifact(file) else None
+        if is_artifact(file):
+            return file
+        return None
     file = Path(text)
-    return file if file.suffix == ".safetensors" else None
+    if file.suffix == ".safetensors":
+        return file
+    return None
 
 
 def _fetched(text: str, name: str) -> Path | None:
@@ -134,24 +138,21 @@ def save(
     plans = surgery.plans_of(model)
     known = _known_source(model, source, model_kwargs)
     if proved and known is not None:
-        origin, structure = known, model
+        origin = known
+        structure = model
     else:
         origin, structure = identify(model, known)
     tensors = contents.to_write(model, structure)
     preprocess = preprocess or record.preprocess or library.preprocess_of(model, origin)
     outputs = sample_outputs(model, preprocess.input_size)
     if not outputs.not_checked:
-        problem = type_problem(model, outputs.size)
-        if problem:
-            raise RetrofitError(f"{problem}; give its tensors one type, with `.float()` say")
+        _refuse_mixed_types(model, outputs)
         if structure is not model:
             _check_rebuilt(origin, plans, tensors, outputs)
-    steps = [plan.to_dict() for plan in plans]
     values = {
         "schema": SCHEMA,
         "model": asdict(origin),
-        "conversion": {"to": plans[-1].to if plans else None, "steps": steps},
-        "layers": steps[-1]["layers"] if steps else [],
+        **_conversion_values(plans),
         "preprocess": preprocess.to_dict(),
         "labels": _labels_of(model, labels, outputs),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
@@ -161,14 +162,30 @@ def save(
         "sampled_outputs": outputs.to_dict(),
         "versions": {"retrofit": __version__, **_versions()},
     }
+    metadata = {"format": "pt", KEY: seal(values)}
     with atomic_write(path, force) as temporary:
         try:
-            save_file(tensors, temporary, metadata={"format": "pt", KEY: seal(values)})
+            save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
             why = one_line(error)
             raise RetrofitError(
                 f"cannot write {path} ({why}); free space or choose another place"
             ) from error
+
+
+def _conversion_values(plans: Sequence[surgery.Plan]) -> dict[str, Any]:
+    """Return what the manifest says of a network's conversions; the last one counts."""
+    if not plans:
+        return {"conversion": {"to": None, "steps": []}, "layers": []}
+    steps = [plan.to_dict() for plan in plans]
+    conversion = {"to": plans[-1].to, "steps": steps}
+    return {"conversion": conversion, "layers": steps[-1]["layers"]}
+
+
+def _refuse_mixed_types(model: nn.Module, outputs: SampledOutputs) -> None:
+    problem = type_problem(model, outputs.size)
+    if problem:
+        raise RetrofitError(f"{problem}; give its tensors one type, with `.float()` say")
 
 
 def _versions() -> dict[str, str]:
@@ -211,7 +228,9 @@ def _labels_of(
 ) -> list[str] | None:
     """Return the names of a network's outputs: the `labels` given, or those recorded, if they fit."""
     recorded = record_of(model).labels
-    names = recorded if labels is None else labels
+    names = labels
+    if labels is None:
+        names = recorded
     if names is None:
         return None
     classes = outputs.classes
@@ -347,7 +366,8 @@ def _built(
         problem = misfit(tensors_of(model), contents.under_all_names(model, tensors))
         if not problem:
             # The skeleton may be on the meta device.
-            model = rebuilt(manifest.source, plans) if into is None else model
+            if into is None:
+                model = rebuilt(manifest.source, plans)
             fill(model, tensors)
             contents.set_training_settings(model, manifest.training)
     # A plan of other making may ask the layers for anything.
@@ -380,6 +400,8 @@ def _not_as_saved(model: nn.Module, manifest: Manifest) -> str:
 def _made_with(manifest: Manifest) -> str:
     """Name the library that builds a network, with its version here and where the file was made."""
     source = manifest.source
-    builder = "torch" if source.library == "own" else source.library
+    builder = "torch"
+    if source.library != "own":
+        builder = source.library
     then = printable(manifest.versions.get(builder, "another version"), 40)
     return f"{builder} {version(builder)} (it was made with {then})"

@@ -219,6 +219,13 @@ def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
     return sets
 
 
+def _prefix_under(nest: str, key: str) -> str:
+    """Return how names in a nest begin that a key leads to; empty for the nest itself."""
+    if not nest:
+        return f"{key}."
+    return f"{key}.".removeprefix(f"{nest}.")
+
+
 def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
     """Return the nest of the weights to take, and how their names begin, where the key says that."""
     usual = [nest for nest in (*_NESTS, "") if nest in sets]
@@ -235,7 +242,7 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
     if key in sets:
         return key, ""
     for nest in (*usual[:1], *sets):
-        prefix = f"{key}.".removeprefix(f"{nest}." if nest else "")
+        prefix = _prefix_under(nest, key)
         if prefix and any(name.startswith(prefix) for name in sets[nest]):
             return nest, prefix
     raise RetrofitError(

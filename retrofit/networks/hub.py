@@ -142,8 +142,11 @@ def _model_card(
     model = manifest["model"]
     to = manifest["conversion"]["to"]
     name = printable(model["name"], 100)
-    tags = ["retrofit", *([to] if to else []), model["library"]]
-    title = f"converted to {to}" if to else "not converted"
+    tags = ["retrofit", model["library"]]
+    title = "not converted"
+    if to:
+        tags.insert(1, to)
+        title = f"converted to {to}"
     terms = license or "none is given: that of the base model's weights counts"
     versions = manifest["versions"].items()
     made_with = ", ".join(f"{key} {printable(value, 40)}" for key, value in versions)
@@ -161,7 +164,9 @@ def _model_card(
     ]
     if any(str(step["to"]).endswith("-pn") for step in manifest["conversion"]["steps"]):
         lines += ["", _PATENT]
-    into = ", into=network" if model["library"] == "own" else ""
+    into = ""
+    if model["library"] == "own":
+        into = ", into=network"
     lines += [
         "",
         "```python",
@@ -189,7 +194,9 @@ def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
         facts["Target"] = to
         facts["Strength"] = _strength(manifest["strength"])
         facts["Layers"] = f"{converted} normalization layers are converted"
-    origin = "" if weights.get("from") is None else f": {weights['from']}"
+    origin = ""
+    if weights.get("from") is not None:
+        origin = f": {weights['from']}"
     facts["Weights before"] = printable(weights["kind"], 40) + origin
     size = " x ".join(str(side) for side in images["input_size"])
     facts["Images"] = (

@@ -164,11 +164,17 @@ def _check_least(name: str, value: int | None, least: int) -> None:
 def _size_argument(source: ModelSource) -> str | None:
     """Name the builder's argument for the image's side; None where the network takes any size."""
     if source.library == "torchvision":
-        return "image_size" if source.name.startswith("vit_") else None
+        if source.name.startswith("vit_"):
+            return "image_size"
+        return None
     if source.library == "own":
-        return "img_size" if own_networks.takes(source.name, "img_size") else None
+        if own_networks.takes(source.name, "img_size"):
+            return "img_size"
+        return None
     cfg = timm.models.get_pretrained_cfg(source.name)
-    return "img_size" if cfg is not None and cfg.fixed_input_size else None
+    if cfg is not None and cfg.fixed_input_size:
+        return "img_size"
+    return None
 
 
 def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
@@ -242,12 +248,14 @@ def no_waiting_for_the_hub() -> Iterator[None]:
 
 def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
     said = one_line(error)
-    # its message is three sentences long
+    # The hub's message is three sentences long.
     if isinstance(error, LocalEntryNotFoundError):
         said = "it is not in the cache, and the hub cannot be reached"
     on_hub = source.name.startswith("hf-hub:")
     if isinstance(error, OSError) and (pretrained or on_hub):
-        instead = "pass `checkpoint=FILE`" + (" with a plain timm name" if on_hub else "")
+        instead = "pass `checkpoint=FILE`"
+        if on_hub:
+            instead += " with a plain timm name"
         return RetrofitError(f"cannot download {source} ({said}); check the network, or {instead}")
     if pretrained and (
         "No pretrained weights" in said or isinstance(error, KeyError | AttributeError)
@@ -285,7 +293,9 @@ def timm_source(model: nn.Module) -> ModelSource | None:
             "or `save(source='own')`"
         ) from error
     registered = timm.models.get_pretrained_cfg(name)
-    defaults = {} if registered is None else _builder_arguments(registered.to_dict())
+    defaults = {}
+    if registered is not None:
+        defaults = _builder_arguments(registered.to_dict())
     changed = {
         key: value
         for key, value in arguments.items()
@@ -297,7 +307,9 @@ def timm_source(model: nn.Module) -> ModelSource | None:
 def _tagged_name(cfg: Mapping[str, Any]) -> str:
     """Return the name in a pretrained_cfg, with its tag if timm knows it."""
     architecture = str(cfg["architecture"])
-    name = f"{architecture}.{cfg['tag']}" if cfg.get("tag") else architecture
+    name = architecture
+    if cfg.get("tag"):
+        name = f"{architecture}.{cfg['tag']}"
     try:
         return parse(name).name
     except UsageError:
@@ -333,7 +345,9 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         usual = _timms_preprocess(model, source)
     channels = source.kwargs.get("in_chans", usual.input_size[0])
     sides = source.kwargs.get("img_size", source.kwargs.get("image_size")) or usual.input_size[1:]
-    height, width = (sides, sides) if isinstance(sides, int) else sides
+    if isinstance(sides, int):
+        sides = (sides, sides)
+    height, width = sides
     return replace(
         usual,
         input_size=(channels, height, width),
@@ -375,7 +389,9 @@ def labels_of(model: nn.Module, source: ModelSource) -> list[str] | None:
     names = getattr(model, "pretrained_cfg", {}).get("label_names")
     if names:
         named = len(names) == getattr(model, "num_classes", None)
-        return list(names) if named else None
+        if named:
+            return list(names)
+        return None
     subset = infer_imagenet_subset(model)
     if not subset:
         return None

@@ -104,12 +104,23 @@ def under_prefix(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
+    misfit = _load_fitting(model, state)
+    absent = misfit.missing + misfit.unfit
+    takes_nothing = len(absent) == len(weight_names(misfit.ours))
+    if misfit and (takes_nothing or not partial):
+        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {misfit}")
+    return misfit.accepted()
+
+
+def _load_fitting(model: nn.Module, state: Tensors) -> "_Misfit":
+    """Load the tensors that fit by name, shape and type; return what does not."""
     ours = tensors_of(model)
     state = _without_wrappers(ours, state)
     prefix = _prefix(ours, state)
     beside = weight_names(name for name in state if not name.startswith(prefix))
     state = _translated(model, under_prefix(prefix, state))
-    unfit = [name for name in ours if name in state and not _alike(ours[name], state[name], name)]
+    shared = [name for name in ours if name in state]
+    unfit = [name for name in shared if not _alike(ours[name], state[name], name)]
     fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
     # torch's own hooks may rename what older versions of a network called otherwise.
     try:
@@ -118,18 +129,16 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
         raise RetrofitError(
             f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
         ) from error
-    misfit = _Misfit(
+    if not beside:
+        prefix = ""
+    return _Misfit(
         ours=ours,
         theirs=state,
         missing=weight_names(name for name in result.missing_keys if name not in unfit),
         unexpected=weight_names(result.unexpected_keys) + beside,
         unfit=unfit,
-        prefix=prefix if beside else "",
+        prefix=prefix,
     )
-    nothing = len(misfit.missing + unfit) == len(weight_names(ours))
-    if misfit and (nothing or not partial):
-        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {misfit}")
-    return misfit.accepted()
 
 
 def _without_wrappers(ours: Tensors, state: Tensors) -> Tensors:
@@ -199,14 +208,7 @@ class _Misfit:
 
     def _size_hint(self) -> str:
         """Say which argument gives the network the checkpoint's sizes; empty if no one does."""
-        differing = {
-            (axis, theirs)
-            for name in self.unfit
-            for axis, (ours, theirs) in enumerate(
-                zip_longest(self.ours[name].shape, self.theirs[name].shape)
-            )
-            if ours != theirs
-        }
+        differing = self._differing_sizes()
         if len(differing) != 1 or self.missing or self.unexpected:
             return ""
         axis, size = differing.pop()
@@ -215,6 +217,16 @@ class _Misfit:
         if axis == 1 and len(self.unfit) == 1 and self.ours[self.unfit[0]].ndim == 4:
             return f"only the input channels differ: pass `in_chans={size}`"
         return ""
+
+    def _differing_sizes(self) -> set[tuple[int, int | None]]:
+        """Return the axes along which tensors differ, and the checkpoint's sizes there."""
+        differing = set()
+        for name in self.unfit:
+            sizes = zip_longest(self.ours[name].shape, self.theirs[name].shape)
+            differing |= {
+                (axis, theirs) for axis, (ours, theirs) in enumerate(sizes) if ours != theirs
+            }
+        return differing
 
 
 def _partial(names: Names, what: str) -> str:

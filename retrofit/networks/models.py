@@ -32,9 +32,9 @@ class Network:
     """A network, whose record holds what is known about it."""
 
     model: nn.Module
-    # sentences for the user
+    # Sentences for the user.
     warnings: tuple[str, ...] = ()
-    # the file it was read from, if it was
+    # The file that it was read from, if any.
     artifact: str | None = None
 
     @property
@@ -161,7 +161,9 @@ def open_model(
             f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`"
         )
     # Before any time is spent on building.
-    read = None if checkpoint is None else _read(checkpoint, checkpoint_key)
+    read = None
+    if checkpoint is not None:
+        read = _read(checkpoint, checkpoint_key)
 
     model = build(source, pretrained)
     source = record_of(model).source or source
@@ -266,7 +268,9 @@ def _open_artifact(path: str, network: str | None) -> Network:
     model, manifest = artifact.opened(
         path, into, "say what builds it with `network='py:MODULE:CALLABLE'`"
     )
-    warnings = (manifest.not_checked,) if manifest.not_checked else ()
+    warnings: tuple[str, ...] = ()
+    if manifest.not_checked:
+        warnings = (manifest.not_checked,)
     return Network(model, warnings, path)
 
 

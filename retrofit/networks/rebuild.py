@@ -73,13 +73,19 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
         RetrofitError: If the library builds another network; the message says what differs.
     """
     known = source or record_of(model).source or library.timm_source(model)
+    candidates = _torchvision_sources(model)
+    if known is not None:
+        candidates = iter([known])
     misses: list[_Miss] = []
-    for candidate in _torchvision_sources(model) if known is None else [known]:
+    for candidate in candidates:
         if candidate.library == "own" and candidate.name not in own_networks.typed:
             return candidate, model
-        first = _compared(model, candidate)
-        others = first.others if isinstance(first, _Miss) else ()
-        for attempt in (first, *(_compared(model, other) for other in others)):
+        attempt = _compared(model, candidate)
+        if not isinstance(attempt, _Miss):
+            return attempt
+        misses.append(attempt)
+        for other in attempt.others:
+            attempt = _compared(model, other)
             if not isinstance(attempt, _Miss):
                 return attempt
             misses.append(attempt)
@@ -195,7 +201,9 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
 
 
 def _kind(module: nn.Module | None) -> str:
-    return "absent" if module is None else f"a {type(module).__name__}"
+    if module is None:
+        return "absent"
+    return f"a {type(module).__name__}"
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -179,8 +179,10 @@ def sample_outputs_at(
     values = {name: sample for name, sample in values.items() if sample.samples}
     if not values:
         return SampledOutputs(not_checked="it answers random images with no finite number")
-    scores = not call.stage and isinstance(answer, Tensor) and answer.ndim == 2
-    return SampledOutputs(tuple(size), answer.shape[1] if scores else None, values)
+    outputs = None
+    if not call.stage and isinstance(answer, Tensor) and answer.ndim == 2:
+        outputs = answer.shape[1]
+    return SampledOutputs(tuple(size), outputs, values)
 
 
 def type_problem(model: nn.Module, size: Sequence[int]) -> str:
@@ -241,8 +243,10 @@ def _image_call(model: nn.Module, size: Sequence[int]) -> Call:
     shapes = input_shapes(model, tuple(size), 1)
     _, dtype = placement_of(model)
     images = [_image(shape).to(dtype) for shape in shapes]
-    detector = "backbone" in model._modules and takes_image_list(model, size[0])
-    return Call(tuple(images), stage="backbone" if detector else "")
+    stage = ""
+    if "backbone" in model._modules and takes_image_list(model, size[0]):
+        stage = "backbone"
+    return Call(tuple(images), stage=stage)
 
 
 def _sampled_layers(model: nn.Module, layers: Collection[str] | None) -> list[str]:
@@ -262,7 +266,9 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     """Return a network that computes on the CPU in float32 or float64: this one, or a copy."""
     tensors = [tensor for _, tensor in _named_tensors(model)]
     floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.ndim}
-    wide = torch.float64 if floating == {torch.float64} else torch.float32
+    wide = torch.float32
+    if floating == {torch.float64}:
+        wide = torch.float64
     # By accelerate, for mixed precision.
     wrapped = "_original_forward" in vars(model)
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)

@@ -23,7 +23,9 @@ def build(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource
     """
     kwargs = dict(source.kwargs)
     name = kwargs.pop("weights", "DEFAULT" if pretrained else None)
-    weights = None if name is None else get_model_weights(source.name)[name]
+    weights = None
+    if name is not None:
+        weights = get_model_weights(source.name)[name]
     structure_only = weights is not None and not pretrained
     if "weights_backbone" in signature(get_model_builder(source.name)).parameters:
         trained_backbone = kwargs.pop("trained_backbone", False)
@@ -64,7 +66,9 @@ def preprocess_of(source: ModelSource) -> Preprocess:
     resize = getattr(transforms, "resize_size", None) or [224 * 8 // 7]
     if not crop:
         # What is only resized is not cropped.
-        crop = resize if hasattr(transforms, "resize_size") else [224]
+        crop = [224]
+        if hasattr(transforms, "resize_size"):
+            crop = resize
     interpolation = getattr(transforms, "interpolation", None)
     return Preprocess(
         input_size=(3, crop[0], crop[-1]),
@@ -89,7 +93,9 @@ def _transforms_of(source: ModelSource) -> Any:
 def labels_of(source: ModelSource) -> list[str] | None:
     """Name the outputs of a network's weights, ImageNet's by WordNet id; None where it has none."""
     weights = source.kwargs.get("weights")
-    names = get_model_weights(source.name)[weights].meta.get("categories") if weights else None
+    names = None
+    if weights:
+        names = get_model_weights(source.name)[weights].meta.get("categories")
     if not names:
         return None
     return list(ImageNetInfo().label_names() if len(names) == 1000 else names)

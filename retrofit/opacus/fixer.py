@@ -46,7 +46,9 @@ def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
     to = kwargs.get("to") or _default_target(module, groups)
     if to not in _TARGETS:
         raise UsageError(f"`to={to!r}` is nothing that Opacus trains here; choose frozen, ln or gn")
-    options: dict[str, Any] = {"groups": groups} if to == "gn" else {}
+    options: dict[str, Any] = {}
+    if to == "gn":
+        options["groups"] = groups
     holder, _ = convert(nn.Sequential(module), to, check=False, **options)
     if to != "frozen":
         set_strength(holder, 1.0)
@@ -67,4 +69,6 @@ def _default_target(module: Any, groups: int | None) -> str:
         return "gn"
     var = module.running_var
     is_trained = bool(module.running_mean.any()) or not torch.equal(var, torch.ones_like(var))
-    return "frozen" if is_trained else "ln"
+    if is_trained:
+        return "frozen"
+    return "ln"

@@ -50,7 +50,9 @@ def _per_sample_gradients(
 def _runnable(layer: nn.Module) -> Any:
     """Return a copy of a layer to run apart; a proxy's holds its norm, which stands elsewhere."""
     run = _without_hooks(layer)
-    norm = layer.norm if isinstance(layer, ProxyNorm) else None
+    norm = None
+    if isinstance(layer, ProxyNorm):
+        norm = layer.norm
     if norm is not None and layer not in norm.modules():
         run._modules[_NORM] = _without_hooks(norm)
         run._norm = (run._modules[_NORM],)

@@ -90,7 +90,10 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     network = copied(model)
     samples = range(min(_SAMPLES, call.batch))
     change = max(_gradient_change(network, call, sample) for sample in samples)
-    changes = {} if change <= TOLERANCE else _mixing_modules(network, call)
+    changes = {}
+    # A change that is NaN is none within the tolerance.
+    if not change <= TOLERANCE:
+        changes = _mixing_modules(network, call)
     classes = {name: type(network.get_submodule(_path(name))).__name__ for name in changes}
     result = BatchDependence(change, changes, classes)
     if strict and not result.passed:
@@ -174,16 +177,16 @@ def _outputs(network: nn.Module, call: Call) -> list[Tensor]:
             ) from error
         finally:
             put_back(buffers)
-    return [
-        torch.view_as_real(y) if y.is_complex() else y for y in answer if _has_rows(y, call.batch)
-    ]
+    rows = [y for y in answer if _has_rows(y, call.batch)]
+    return [torch.view_as_real(y) if y.is_complex() else y for y in rows]
 
 
 def _seeded_apart(network: nn.Module) -> Any:
     """Let a call seed its random numbers, and leave the caller's state as it was."""
     device = device_of(network)
-    devices = [] if device.type in ("cpu", "meta") else [device]
-    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def _has_rows(tensor: Tensor, batch: int) -> bool:
@@ -193,7 +196,9 @@ def _has_rows(tensor: Tensor, batch: int) -> bool:
 def _share(value: Tensor, other: Tensor) -> float:
     """Return |value - other| / |value|, 0 for two zeros."""
     distance = float((value - other).norm())
-    return distance / max(float(value.norm()), 1e-30) if distance else 0.0
+    if distance:
+        return distance / max(float(value.norm()), 1e-30)
+    return 0.0
 
 
 def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
@@ -220,7 +225,9 @@ def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
 
 
 def _path(name: str) -> str:
-    return "" if name == ROOT else name
+    if name == ROOT:
+        return ""
+    return name
 
 
 def _is_inside(name: str, outer: str) -> bool:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.compare import HALF, Comparison, Reference, SourceRun, run_source
+from retrofit.compare import HALF, Reference, run_source
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs
@@ -88,38 +88,167 @@ def convert(
     _check_strength(strength, to, converter)
     images = _calibration_images(options)
     request = PlanRequest(to, only, skip, source, {**options, "calibrate": images})
-    network = network_in(model)
-    norms = list(find_norms(network))
-    functions = functional_norms(network, norms)
-    plan, sites = plan_and_sites(network, norms, functions, request)
-
-    names = [norm.name for norm in norms]
-    run = run_source(network, inputs, input_size, layers=names, images=images, whole=check)
-    shapes = None
-    if run.reference is not None:
-        shapes = run.reference.shapes
-        in_place = fitted(norms, shapes)
-        if in_place != norms:
-            norms = in_place
-            plan, sites = plan_and_sites(network, norms, functions, request)
-    if converter.changes_sets:
-        refuse_constants(plan, norms, shapes)
-
-    with unchanged_on_failure(network, norms):
-        converted, report = execute(plan, converter, network, norms, sites)
-        notes = (*report.notes, *functions, *_said_of_earlier(norms))
-        if run.reference is not None:
-            notes += _uncalled(report, converted, run.reference)
-        report = replace(report, notes=notes)
-        if check:
-            report = _checked(report, converted, run, converter.identity)
-        report = _with_agreement(report, converted, norms, run)
-        report = _at_strength(report, converted, norms, run, strength)
+    conversion = _Conversion(model, converter, request)
+    conversion.run_source(inputs, input_size, images, check)
+    conversion.execute(check, strength)
     if input_size is not None:
-        set_record(converted, input_size=tuple(input_size))
-    if converted is network:
-        return model, report
-    return converted, report
+        set_record(conversion.converted, input_size=tuple(input_size))
+    if conversion.converted is conversion.network:
+        return model, conversion.report
+    return conversion.converted, conversion.report
+
+
+@dataclass
+class _Conversion:
+    """One conversion of a network: the plan, the source's run, and what becomes of it.
+
+    Attributes:
+        model: The network that the caller passed.
+        converter: That of the target.
+        request: What the caller asks for.
+        network: The network, without wrappers.
+        converted: The network to use after `execute`; the same one unless it is itself a layer.
+        report: What was done, after `execute`.
+    """
+
+    model: nn.Module
+    converter: Converter
+    request: PlanRequest
+    network: nn.Module = field(init=False)
+    converted: nn.Module = field(init=False)
+    report: Report = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.network = network_in(self.model)
+        self._norms = list(find_norms(self.network))
+        self._functions = functional_norms(self.network, self._norms)
+        self._make_plan()
+
+    def _make_plan(self) -> None:
+        self._plan, self._sites = plan_and_sites(
+            self.network, self._norms, self._functions, self.request
+        )
+
+    def run_source(
+        self,
+        inputs: Inputs | None,
+        input_size: Sequence[int] | None,
+        images: list[Tensor] | None,
+        whole: bool,
+    ) -> None:
+        """Run the network; plan again where the shapes show what some layers are."""
+        names = [norm.name for norm in self._norms]
+        self._run = run_source(
+            self.network, inputs, input_size, layers=names, images=images, whole=whole
+        )
+        shapes = None
+        if self._run.reference is not None:
+            shapes = self._run.reference.shapes
+            in_place = fitted(self._norms, shapes)
+            if in_place != self._norms:
+                self._norms = in_place
+                self._make_plan()
+        if self.converter.changes_sets:
+            refuse_constants(self._plan, self._norms, shapes)
+
+    def execute(self, check: bool, strength: float | None) -> None:
+        """Convert and compare; whatever is raised leaves the network as it was."""
+        with unchanged_on_failure(self.network, self._norms):
+            self.converted, self.report = execute(
+                self._plan, self.converter, self.network, self._norms, self._sites
+            )
+            self._add_notes(*self._functions, *_said_of_earlier(self._norms))
+            self._note_uncalled()
+            if check:
+                self._check()
+            self._count_agreement()
+            self._set_strength(strength)
+
+    def _add_notes(self, *notes: str) -> None:
+        self.report = replace(self.report, notes=(*self.report.notes, *notes))
+
+    def _note_uncalled(self) -> None:
+        """Note the converted layers that the source did not call; refuse code that evaluates with
+        their tensors.
+        """
+        reference = self._run.reference
+        if reference is None:
+            return
+        shapes = reference.shapes
+        uncalled = {row.name: row.source for row in self._plan.converted if not shapes[row.name]}
+        if not uncalled:
+            return
+        refuse_bypassed(self.converted, reference.calls[0], uncalled)
+        self._add_notes(
+            f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
+            f"({shortlist(sorted(uncalled))}); only training calls such layers, or code that reads "
+            "their tensors, for which nothing changes"
+        )
+
+    def _check(self) -> None:
+        """Compare the network at strength 0 with its source; add the result, or why there is
+        none.
+        """
+        reason = self._run.problem
+        if self._is_half():
+            reason = (
+                "in half precision rounding hides what the check looks for; convert in float32 to "
+                "be sure"
+            )
+        elif self._run.reference is not None:
+            reason = self._compare(self._run.reference)
+        if reason:
+            self.report = replace(self.report, check=None)
+            self._add_notes(f"not checked: {reason}")
+
+    def _is_half(self) -> bool:
+        tensors = (*self.converted.parameters(), *self.converted.buffers())
+        return any(tensor.dtype in HALF for tensor in tensors)
+
+    def _compare(self, reference: Reference) -> str:
+        """Add the comparison to the report; return why it compared nothing, if it did not."""
+        identity = self.converter.identity
+        result = reference.compare(self.converted, layers=identity)
+        self.report = replace(
+            self.report, check=result, identity=identity, classifies=reference.classifies
+        )
+        problem = ""
+        if identity:
+            problem = result.problem()
+        if not problem and not math.isfinite(result.max_abs_diff):
+            problem = "the converted network's outputs are not finite, or of another shape"
+        if problem:
+            raise CheckError(problem, self.report)
+        return result.not_checked
+
+    def _new_layers(self) -> list[StrengthMixin]:
+        earlier = _converted_before(self._norms)
+        return [layer for layer in strength_layers(self.converted) if layer not in earlier]
+
+    def _count_agreement(self) -> None:
+        """Add on how many of the images the prediction stays the same at strength 1."""
+        if self._run.predictions is None:
+            return
+        for layer in self._new_layers():
+            layer.set_strength(1.0)
+        share = self._run.predictions.compare(self.converted).top1_agreement
+        if share is None:
+            return
+        images = sum(self._run.predictions.batches)
+        same = round(share * images)
+        self.report = replace(self.report, agreement={"images": images, "same": same})
+
+    def _set_strength(self, strength: float | None) -> None:
+        """Set the strength of the new layers; add what changes with it on the example inputs."""
+        for layer in self._new_layers():
+            layer.set_strength(strength or 0.0)
+        if strength is None or self.report.strength is None:
+            return
+        self.report = replace(self.report, strength=strength)
+        if not strength or self.report.check is None or self._run.reference is None:
+            return
+        change = self._run.reference.compare(self.converted, layers=False)
+        self.report = replace(self.report, change=change)
 
 
 def _check_strength(strength: float | None, to: str, converter: Converter) -> None:
@@ -142,11 +271,6 @@ def _converted_before(norms: Sequence[NormLayer]) -> list[StrengthMixin]:
     return list(dict.fromkeys(layers))
 
 
-def _converted_now(model: nn.Module, norms: Sequence[NormLayer]) -> list[StrengthMixin]:
-    earlier = _converted_before(norms)
-    return [layer for layer in strength_layers(model) if layer not in earlier]
-
-
 def _said_of_earlier(norms: Sequence[NormLayer]) -> list[str]:
     layers = _converted_before(norms)
     values = [layer.stored_strength for layer in layers if not layer._code.is_meta]
@@ -158,88 +282,3 @@ def _said_of_earlier(norms: Sequence[NormLayer]) -> list[str]:
         f"{plural(len(values), 'layer')} converted before {keep} strength, {span}; `strength` sets "
         "the new ones alone"
     ]
-
-
-def _uncalled(report: Report, model: nn.Module, reference: Reference) -> tuple[str, ...]:
-    """Return a note on the converted layers that the source did not call; refuse code that
-    evaluates with their tensors.
-    """
-    shapes = reference.shapes
-    uncalled = {row.name: row.source for row in report.plan.converted if not shapes[row.name]}
-    if not uncalled:
-        return ()
-    refuse_bypassed(model, reference.calls[0], uncalled)
-    return (
-        f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
-        f"({shortlist(sorted(uncalled))}); only training calls such layers, or code that reads their "
-        "tensors, for which nothing changes",
-    )
-
-
-def _checked(report: Report, model: nn.Module, run: SourceRun, identity: bool) -> Report:
-    """Compare the converted network at strength 0 with its source; add the result, or why there is
-    none.
-    """
-    reason = run.problem
-    if any(tensor.dtype in HALF for tensor in (*model.parameters(), *model.buffers())):
-        reason = (
-            "in half precision rounding hides what the check looks for; convert in float32 to be "
-            "sure"
-        )
-    elif run.reference is not None:
-        result = run.reference.compare(model, layers=identity)
-        report = replace(
-            report, check=result, identity=identity, classifies=run.reference.classifies
-        )
-        problem = _problem_of(result, identity)
-        if problem:
-            raise CheckError(problem, report)
-        reason = result.not_checked
-    if not reason:
-        return report
-    return replace(report, check=None, notes=(*report.notes, f"not checked: {reason}"))
-
-
-def _problem_of(result: Comparison, identity: bool) -> str:
-    problem = ""
-    if identity:
-        problem = result.problem()
-    if not problem and not math.isfinite(result.max_abs_diff):
-        return "the converted network's outputs are not finite, or of another shape"
-    return problem
-
-
-def _with_agreement(
-    report: Report, model: nn.Module, norms: Sequence[NormLayer], run: SourceRun
-) -> Report:
-    """Add on how many of the images the prediction stays the same at strength 1."""
-    if run.predictions is None:
-        return report
-    _set_all(_converted_now(model, norms), 1.0)
-    share = run.predictions.compare(model).top1_agreement
-    if share is None:
-        return report
-    images = sum(run.predictions.batches)
-    return replace(report, agreement={"images": images, "same": round(share * images)})
-
-
-def _at_strength(
-    report: Report,
-    model: nn.Module,
-    norms: Sequence[NormLayer],
-    run: SourceRun,
-    strength: float | None,
-) -> Report:
-    """Set the strength of the new layers; add what changes with it on the example inputs."""
-    _set_all(_converted_now(model, norms), strength or 0.0)
-    if strength is None or report.strength is None:
-        return report
-    report = replace(report, strength=strength)
-    if not strength or report.check is None or run.reference is None:
-        return report
-    return replace(report, change=run.reference.compare(model, layers=False))
-
-
-def _set_all(layers: Sequence[StrengthMixin], strength: float) -> None:
-    for layer in layers:
-        layer.set_strength(strength)

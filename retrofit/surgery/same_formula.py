@@ -221,8 +221,15 @@ def _by_tensors(module: Any) -> list[Formula]:
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or module._buffers:
         return []
-    affine = {"normalized_shape": tuple(weight.shape), "elementwise_affine": True}
-    return [Formula(kind, {**affine, "eps": eps}) for eps in epsilons for kind in (_ROWS, _MAPS)]
+    formulas = []
+    for eps in epsilons:
+        settings = {
+            "normalized_shape": tuple(weight.shape),
+            "elementwise_affine": True,
+            "eps": eps,
+        }
+        formulas += [Formula(_ROWS, settings), Formula(_MAPS, settings)]
+    return formulas
 
 
 def _epsilons(module: nn.Module) -> Sequence[float]:

@@ -228,7 +228,9 @@ def sweep(folder: Path, name: str | None = None) -> None:
     """
     if not folder.is_dir():
         return
-    target = ".+" if name is None else re.escape(name[:200])
+    target = ".+"
+    if name is not None:
+        target = re.escape(name[:200])
     pattern = re.compile(rf"\.({target})\.[a-z0-9_]{{8}}\.tmp")
     for path in list(folder.iterdir()):
         match = pattern.fullmatch(path.name)

@@ -42,7 +42,9 @@ def open_onnx(
         UsageError: If the runtime is not installed.
         RetrofitError: If the runtime cannot open the model; the function, if it cannot run it.
     """
-    name = str(model) if isinstance(model, Path) else "the exported model"
+    name = "the exported model"
+    if isinstance(model, Path):
+        name = str(model)
     with _one_line_errors(runtime, name, advice):
         if runtime == "onnxruntime":
             run = _in_onnxruntime(model, threads)

@@ -47,12 +47,16 @@ def placement_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Run what follows in mixed precision; as it is if `dtype` is None."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def input_of(batch: Any) -> Any:
     """Return what a network takes of a batch as a loader gives it: its first entry, or all of it."""
-    return batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if isinstance(batch, list | tuple) and batch:
+        return batch[0]
+    return batch
 
 
 def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tensor]:

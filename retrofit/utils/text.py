@@ -46,21 +46,28 @@ def one_line(error: BaseException, limit: int = 240) -> str:
     has none.
     """
     said = printable(" ".join(str(error)[: 8 * limit].split())) or type(error).__name__
-    return said if len(said) <= limit else said[: limit - 3] + "..."
+    if len(said) <= limit:
+        return said
+    return said[: limit - 3] + "..."
 
 
 def with_class(error: BaseException, limit: int = 240) -> str:
     """Return "RuntimeError: the message", as `one_line` does; for exceptions whose message says
     little by itself.
     """
-    name, said = type(error).__name__, one_line(error, limit)
-    return name if said == name else f"{name}: {said}"
+    name = type(error).__name__
+    said = one_line(error, limit)
+    if said == name:
+        return name
+    return f"{name}: {said}"
 
 
 def shortlist(names: Sequence[object], most: int = 3, limit: int = 64) -> str:
     """Join the first few names, each of at most `limit` characters, and count the rest."""
     listed = ", ".join(printable(name, limit) for name in names[:most])
-    return listed + (f" and {len(names) - most} more" if len(names) > most else "")
+    if len(names) > most:
+        listed += f" and {len(names) - most} more"
+    return listed
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -71,7 +78,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def plural(count: int, noun: str) -> str:
     """Return the count with its noun: "1 class", "2 classes"."""
-    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    ending = "s"
+    if noun.endswith("s"):
+        ending = "es"
+    if count == 1:
+        ending = ""
     return f"{count:,} {noun}{ending}"
 
 
@@ -85,7 +96,9 @@ def _finite(value: Any) -> Any:
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def cause_of(error: BaseException) -> str:

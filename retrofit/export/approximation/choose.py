@@ -82,7 +82,9 @@ def choose(
         if difference <= limit:
             return fits
         smallest = min(smallest, difference)
-    advice = "raise `tolerance`" if fitted else "raise `tolerance`, give `calibrate` images"
+    advice = "raise `tolerance`, give `calibrate` images"
+    if fitted:
+        advice = "raise `tolerance`"
     raise RetrofitError(
         f"approximations change the output by {smallest:.2g} of its scale, not safely less than "
         f"{tolerance:g}; {advice} or use `fold='exact'`"
@@ -186,7 +188,9 @@ def _difference(
 def _share(gap: float, scale: float) -> float:
     if gap == 0:
         return 0.0
-    return gap / scale if scale else math.inf
+    if scale:
+        return gap / scale
+    return math.inf
 
 
 class Candidate(NamedTuple):

@@ -73,7 +73,9 @@ class LayerFunction:
 
     def limited(self, y: Tensor) -> Tensor:
         """Apply the ReLU behind the layer, if there is one."""
-        return y if self.high is None else y.clamp(0.0, self.high)
+        if self.high is None:
+            return y
+        return y.clamp(0.0, self.high)
 
     def slope(self, h: Tensor) -> Tensor:
         """Return the derivative of the layer's output at h, (C, S)."""

@@ -76,8 +76,7 @@ class BatchIndependentConverter(Converter):
         if options.groups == "auto":
             if options.calibrate is None:
                 raise UsageError("`groups='auto'` measures on images; pass some with `calibrate`")
-            migratable = [layer for layer in layers if _migratable(layer)]
-            measured = most_groups(model, migratable, options.calibrate)
+            measured = most_groups(model, filter(_migratable, layers), options.calibrate)
         sites = Sites([], [], {})
         if self.takes_activations:
             sites = self.sites_of(model)
@@ -265,7 +264,7 @@ def _migratable(layer: NormLayer) -> bool:
 
 
 def most_groups(
-    model: nn.Module, norms: Sequence[NormLayer], batches: Iterable[Any]
+    model: nn.Module, norms: Iterable[NormLayer], batches: Iterable[Any]
 ) -> dict[str, tuple[int, str]]:
     """Pick, for each BatchNorm, the most groups whose normalization keeps its output within
     `_GROUP_TOLERANCE`.
@@ -275,13 +274,16 @@ def most_groups(
     are, by name, the number of groups (1 if none keeps within the tolerance) and the change, in
     words. A RetrofitError says that a layer is never called.
     """
+    norms = list(norms)
+    if not norms:
+        return {}
     changes: dict[str, dict[int, Tensor]] = {norm.name: {} for norm in norms}
     watched = hooked(
         norm.module.register_forward_pre_hook(partial(_measure, norm.layer, changes[norm.name]))
         for norm in norms
     )
     with evaluating(model), watched:
-        for batch in images_of(batches if norms else ()):
+        for batch in images_of(batches):
             model(batch)
     picked = {}
     for name, by_groups in changes.items():
