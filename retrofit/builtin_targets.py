@@ -7,23 +7,24 @@ _FILES = "retrofit.surgery.targets"
 _GROUPED = {
     "groups": Option(
         int,
-        "Groups per layer: the largest divisor of its channels up to N (default: 8; evonorm-s0: 32). "
-        "auto: the most that leave a layer's output nearly unchanged, measured on the `calibrate` "
-        "images.",
+        "Groups per layer: the largest divisor of its channels up to N (default: 8; evonorm-s0: "
+        "32). auto: the most that leave a layer's output nearly unchanged, measured on the "
+        "`calibrate` images.",
         words=("auto",),
         low=1,
     ),
     "group_channels": Option(
         int,
-        "Channels per group, instead of a number of groups; must divide the channels of every layer.",
+        "Channels per group, instead of a number of groups; must divide the channels of every "
+        "layer.",
         low=1,
     ),
 }
 _GAUSSIANIZED = {
     "noise": Option(
         float,
-        "Noise factor xi in training (default: 0, none; paper: 0.4, LayerNorm 1.0, for training from "
-        "scratch).",
+        "Noise factor xi in training (default: 0, none; paper: 0.4, LayerNorm 1.0, for training "
+        "from scratch).",
         words=("paper",),
     ),
     "noise_kind": Option(
@@ -55,8 +56,8 @@ _PROXIED = {
 _MEASURED = {
     "calibrate": Option(
         "batches",
-        "Images to measure on for `groups` auto; convert also counts those whose predicted class is "
-        "unchanged.",
+        "Images to measure on for `groups` auto; convert also counts those whose predicted class "
+        "is unchanged.",
     ),
 }
 _MIGRATED = {

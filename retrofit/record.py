@@ -78,7 +78,8 @@ class ModelSource:
         refused = sorted(RESERVED_KWARGS & self.kwargs.keys())
         if refused:
             raise UsageError(
-                f"{refused[0]!r} is not a model argument; use `pretrained=True` or `checkpoint=FILE`"
+                f"{refused[0]!r} is not a model argument; use `pretrained=True` or "
+                "`checkpoint=FILE`"
             )
 
 

@@ -209,7 +209,8 @@ def target_named(name: str) -> Target:
         load_plugins()
     if name not in TARGETS:
         raise UsageError(
-            f"unknown target {name!r}; choose one of {', '.join(TARGETS)}, or import the package that registers it"
+            f"unknown target {name!r}; choose one of {', '.join(TARGETS)}, or import the package "
+            "that registers it"
         )
     return TARGETS[name]
 

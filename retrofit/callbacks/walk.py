@@ -22,8 +22,9 @@ class Walk:
     def __init__(self, **options: Any) -> None:
         if options.get("shape") == "there-and-back":
             raise UsageError(
-                "a callback cannot go there-and-back, which needs `retrofit.recentre` on images at its turn; take "
-                "`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule` in a loop of your own"
+                "a callback cannot go there-and-back, which needs `retrofit.recentre` on images "
+                "at its turn; take `retrofit finetune --strength-sched there-and-back`, or "
+                "`StrengthSchedule` in a loop of your own"
             )
         self.options = options
         self._schedule: StrengthSchedule | None = None

@@ -123,7 +123,8 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **give
         if own:
             into = ", into=YOUR_NETWORK"
         say(
-            f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and evaluates such networks"
+            f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and "
+            "evaluates such networks"
         )
     emit({**facts, **report.to_dict(), "output": str(output)})
 
@@ -160,9 +161,11 @@ def _show(report: Report) -> None:
         if report.strength is None:
             at = "untrained"
         say(
-            f"{at}, {same / images:.1%} of the predictions are the source's ({same} of {images} images)"
+            f"{at}, {same / images:.1%} of the predictions are the source's ({same} of {images} "
+            "images)"
         )
     if report.change is not None:
         say(
-            f"at strength {report.strength:g} the output on the example inputs changes: {report.change}"
+            f"at strength {report.strength:g} the output on the example inputs changes: "
+            f"{report.change}"
         )

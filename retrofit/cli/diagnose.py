@@ -53,17 +53,18 @@ def command(
     eps = given.pop("eps")
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
-    # A second network by name gets the library's weights too; an artifact, what builds the first.
-    shared = "network"
-    if against is None or artifact_path(against) is None:
-        shared = "pretrained"
-    options_of_second = {shared: given[shared]}
+    # The second network needs these too; `open_network` takes them out of `given`.
+    for_second = {name: given[name] for name in ("pretrained", "network")}
     networks = {file_stem(model): open_network(model, given, beside=against)}
     if against is not None:
         name = file_stem(against)
         if name in networks:
             name += " (against)"
-        networks[name] = open_network(against, options_of_second)
+        # By name it gets the library's weights too; an artifact, what builds the first.
+        shared = "network"
+        if artifact_path(against) is None:
+            shared = "pretrained"
+        networks[name] = open_network(against, {shared: for_second[shared]})
     facts = {
         "schema": 1,
         "models": {name: network.facts for name, network in networks.items()},

@@ -85,8 +85,9 @@ def _setting(name: str, field: dict[str, Any]) -> options.Decorator:
         text = f"{text.rstrip('.')} (default: {_shown(field['default'])})."
     kind = field.get("anyOf", [field])[0]
     if kind["type"] == "boolean":
-        bare = flag.removeprefix("--")
-        off = f"--{bare.removeprefix('no-')}" if bare.startswith("no-") else f"--no-{bare}"
+        off = f"--no-{flag[2:]}"
+        if flag.startswith("--no-"):
+            off = f"--{flag[5:]}"
         return options.option(f"{flag}/{off}", text, bool, default=None)
     metavar = _NAMED.get(name) or "|".join(kind.get("enum", ())) or _METAVARS[kind["type"]]
     return options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)

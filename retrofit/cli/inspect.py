@@ -127,6 +127,14 @@ def _channels(module: "nn.Module") -> int | None:
     return None
 
 
+def _span(sizes: list[int | None]) -> str:
+    """Return "64" or "64-512"; empty where no size is known."""
+    known = {size for size in sizes if size is not None}
+    if len(known) > 1:
+        return f"{min(known)}-{max(known)}"
+    return "".join(map(str, known))
+
+
 def _show_census(rows: list[dict[str, Any]]) -> None:
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -136,8 +144,7 @@ def _show_census(rows: list[dict[str, Any]]) -> None:
         kinds[row["source"], row["family"] or "", strength, row["reason"]].append(row)
     lines = []
     for (source, family, strength, reason), alike in kinds.items():
-        sizes = sorted({row["channels"] for row in alike if row["channels"] is not None})
-        span = "-".join(map(str, sizes if len(sizes) < 2 else (sizes[0], sizes[-1])))
+        channels = _span([row["channels"] for row in alike])
         listed = names(row["name"] or ROOT for row in alike)
-        lines.append((str(len(alike)), source, family, span, strength, listed, reason))
+        lines.append((str(len(alike)), source, family, channels, strength, listed, reason))
     show_table(("count", "class", "family", "channels", "strength", "names", "remark"), lines)

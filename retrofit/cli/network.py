@@ -29,7 +29,7 @@ def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]
 
 
 def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
-    """Open MODEL with its options, and say what it is; --network may be for the MODEL `beside` it."""
+    """Open MODEL with its options, and say what it is; --network may be for the one `beside` it."""
     options = taken(given, open_model)
     if beside is not None and artifact_path(beside) is not None and artifact_path(text) is None:
         options["network"] = None

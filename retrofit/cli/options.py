@@ -178,15 +178,23 @@ def _stacked(*options: Decorator) -> Decorator:
 def _conversion_option(name: str, known: Option) -> Decorator:
     """Make the flag for a conversion option, whose value is checked with the others."""
     flag = f"--{name.replace('_', '-')}"
-    text = re.sub("`(.*?)`", r"--\1", known.help) + f" Targets: {', '.join(targets_of(name))}."
+    text = re.sub("`(.*?)`", r"--\1", known.help)
+    text += f" Targets: {', '.join(targets_of(name))}."
     if known.kind is bool:
-        return option(flag if known.switch else f"{flag}/--no-{flag[2:]}", text, bool, default=None)
+        if not known.switch:
+            flag = f"{flag}/--no-{flag[2:]}"
+        return option(flag, text, bool, default=None)
     if known.kind == "batches":
         return option(flag, text, click.Path(), metavar="DIR")
     if known.kind is str:
         return option(flag, text, known.words)
-    metavar = "|".join(["N" if known.kind is int else "F", *known.words])
-    return option(flag, text, literal if known.words else known.kind, metavar=metavar)
+    kind: Any = known.kind
+    if known.words:
+        kind = literal
+    number = "F"
+    if known.kind is int:
+        number = "N"
+    return option(flag, text, kind, metavar="|".join([number, *known.words]))
 
 
 def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:

@@ -226,7 +226,7 @@ def _check_rebuilt(
 def _labels_of(
     model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs
 ) -> list[str] | None:
-    """Return the names of a network's outputs: the `labels` given, or those recorded, if they fit."""
+    """Return the names of a network's outputs, `labels` or those recorded, if they fit."""
     recorded = record_of(model).labels
     names = labels
     if labels is None:
@@ -340,8 +340,9 @@ def _read_tensors(path: str | Path, manifest: Manifest) -> dict[str, Tensor]:
         raise damaged(path, with_class(error)) from error
     if checksum(tensors) != manifest.checksum:
         raise RetrofitError(
-            f"the tensors of {path} were changed after it was saved: they do not match its checksum; write or fetch it "
-            "again (to change tensors, load the network, change them there and save it)"
+            f"the tensors of {path} were changed after it was saved: they do not match its "
+            "checksum; write or fetch it again (to change tensors, load the network, change them "
+            "there and save it)"
         )
     return tensors
 
@@ -377,8 +378,8 @@ def _built(
         ) from error
     if problem:
         raise RetrofitError(
-            f"the tensors of {path} do not fit the network in its manifest: {problem}; write it again, or check "
-            "what it is loaded into"
+            f"the tensors of {path} do not fit the network in its manifest: {problem}; write it "
+            "again, or check what it is loaded into"
         )
     return model
 
@@ -393,7 +394,10 @@ def _not_as_saved(model: nn.Module, manifest: Manifest) -> str:
         not manifest.sealed
         and not sample_outputs(model, manifest.preprocess.input_size).not_checked
     ):
-        return f"the file says that it could not be run ({printable(outputs.not_checked, 100)}), and it runs"
+        return (
+            f"the file says that it could not be run ({printable(outputs.not_checked, 100)}), "
+            "and it runs"
+        )
     return ""
 
 

@@ -154,9 +154,15 @@ def _unreadable(file: Path, error: Exception) -> str:
         return "is a TorchScript archive, not a checkpoint; save the model's state_dict() instead"
     names = _python_objects(file, error)
     if names:
-        return f"holds Python objects ({shortlist(names)}), which could run code when loaded; save weights"
+        return (
+            f"holds Python objects ({shortlist(names)}), which could run code when loaded; "
+            "save weights"
+        )
     why = one_line(error, 100)
-    return f"is not a whole checkpoint ({why}); fetch it again, or save weights as .safetensors or .pth"
+    return (
+        f"is not a whole checkpoint ({why}); fetch it again, or save weights as .safetensors "
+        "or .pth"
+    )
 
 
 def _python_objects(file: Path, error: Exception) -> list[str]:
@@ -227,7 +233,7 @@ def _prefix_under(nest: str, key: str) -> str:
 
 
 def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
-    """Return the nest of the weights to take, and how their names begin, where the key says that."""
+    """Return the nest of the weights to take, and how their names begin, if the key says that."""
     usual = [nest for nest in (*_NESTS, "") if nest in sets]
     if not usual and len(sets) == 1:
         usual = [*sets]
@@ -246,6 +252,6 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
         if prefix and any(name.startswith(prefix) for name in sets[nest]):
             return nest, prefix
     raise RetrofitError(
-        f"{path} holds no weights under {printable(key, 64)!r} (it holds {nests}); give `checkpoint_key` one of "
-        "these, or how the names of the weights begin"
+        f"{path} holds no weights under {printable(key, 64)!r} (it holds {nests}); give "
+        "`checkpoint_key` one of these, or how the names of the weights begin"
     )

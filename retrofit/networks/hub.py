@@ -21,8 +21,8 @@ from retrofit.utils.text import printable
 
 CARD = "README.md"
 _PATENT = (
-    "Training with proxy normalization is described in US patent 12430552 (Graphcore, 2025). If you use it "
-    "commercially, check whether that concerns you."
+    "Training with proxy normalization is described in US patent 12430552 (Graphcore, 2025). If "
+    "you use it commercially, check whether that concerns you."
 )
 
 
@@ -63,7 +63,8 @@ def save_for_hub(
     existing = [name for name in (WEIGHTS, CONFIG, CARD) if (folder / name).exists()]
     if existing and not force:
         raise RetrofitError(
-            f"{folder} holds {', '.join(existing)} already; choose another folder or pass `force=True`"
+            f"{folder} holds {', '.join(existing)} already; choose another folder or pass "
+            "`force=True`"
         )
     with tempfile.TemporaryDirectory() as temporary:
         staged = Path(temporary)

@@ -104,19 +104,25 @@ def split_prefix(text: str) -> tuple[str, str]:
 def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
     if Path(text).suffix == ".onnx":
         return UsageError(
-            f"{text} is an exported file, for evaluate and bench alone; give the artifact it was made of"
+            f"{text} is an exported file, for evaluate and bench alone; give the artifact it was "
+            "made of"
         )
     if Path(text).suffix in _CHECKPOINTS:
         return UsageError(
-            f"{text} is no network's name and no artifact; give a name, and this file as its checkpoint"
+            f"{text} is no network's name and no artifact; give a name, and this file as its "
+            "checkpoint"
         )
     if text and Path(text).exists():
         return UsageError(
-            f"{text} is no network's name; give an artifact (*.safetensors) or the name of a network"
+            f"{text} is no network's name; give an artifact (*.safetensors) or the name of a "
+            "network"
         )
     close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
     close.sort(key=lambda name: not name.startswith(sought.lower()))
-    forms = "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or an artifact"
+    forms = (
+        "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or "
+        "an artifact"
+    )
     if close:
         return UsageError(f"unknown model {text!r}; did you mean {', '.join(close)}?")
     return UsageError(f"unknown model {text!r}; give {forms} (*.safetensors)")
@@ -143,7 +149,8 @@ def with_options(
     _check_least("img_size", img_size, 1)
     if model_kwargs and source.library == "own":
         raise UsageError(
-            f"`model_kwargs` means nothing to {source}; write a function that passes them, and name that"
+            f"`model_kwargs` means nothing to {source}; write a function that passes them, and "
+            "name that"
         )
     if in_chans is not None and source.library == "torchvision":
         raise UsageError(
@@ -289,8 +296,8 @@ def timm_source(model: nn.Module) -> ModelSource | None:
         arguments = json.loads(json.dumps(arguments))
     except TypeError as error:
         raise RetrofitError(
-            f"{name} was built with an argument that a file cannot hold ({error}); build it from names and numbers, "
-            "or `save(source='own')`"
+            f"{name} was built with an argument that a file cannot hold ({error}); build it from "
+            "names and numbers, or `save(source='own')`"
         ) from error
     registered = timm.models.get_pretrained_cfg(name)
     defaults = {}

@@ -127,7 +127,8 @@ def _load_fitting(model: nn.Module, state: Tensors) -> "_Misfit":
         result = model.load_state_dict(fitting, strict=False)
     except RuntimeError as error:
         raise RetrofitError(
-            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check whose it is"
+            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check "
+            "whose it is"
         ) from error
     if not beside:
         prefix = ""
@@ -213,7 +214,10 @@ class _Misfit:
             return ""
         axis, size = differing.pop()
         if axis == 0 and size:
-            return f"only the classifier differs: pass `num_classes={size}`, or `checkpoint_partial=True`"
+            return (
+                f"only the classifier differs: pass `num_classes={size}`, or "
+                "`checkpoint_partial=True`"
+            )
         if axis == 1 and len(self.unfit) == 1 and self.ours[self.unfit[0]].ndim == 4:
             return f"only the input channels differ: pass `in_chans={size}`"
         return ""
@@ -252,8 +256,8 @@ def _prefix(ours: Tensors, state: Tensors) -> str:
     if len(fitting) > 1:
         key = printable(fitting[0].strip("."), 64)
         raise RetrofitError(
-            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; choose with "
-            f"`checkpoint_key={key!r}`"
+            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; choose "
+            f"with `checkpoint_key={key!r}`"
         )
     return fitting[0]
 
@@ -315,7 +319,7 @@ def _against(ours: str, theirs: str) -> bool:
 
 
 def _order_problem(ours: Tensors, state: Tensors) -> str | None:
-    """Say where the tensors of a network and of a checkpoint stop pairing up; None if they all do."""
+    """Say where the tensors of a network and of a checkpoint stop pairing up; None if all do."""
     pairs = zip_longest(weight_names(ours), weight_names(state))
     for number, (our, their) in enumerate(pairs, start=1):
         if our is None or their is None or not _alike(ours[our], state[their], our):

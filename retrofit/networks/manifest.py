@@ -66,8 +66,9 @@ class Manifest:
         sealed = _SEAL in values
         if sealed and values[_SEAL] != _digest(values):
             raise RetrofitError(
-                f"the manifest of {path} was changed after it was saved: it does not match its checksum; write or "
-                "fetch it again (to change labels or preprocessing, load the network and save it with others)"
+                f"the manifest of {path} was changed after it was saved: it does not match its "
+                "checksum; write or fetch it again (to change labels or preprocessing, load the "
+                "network and save it with others)"
             )
         try:
             return cls._of(values, sealed)

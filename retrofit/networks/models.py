@@ -158,7 +158,8 @@ def open_model(
     source = with_options(parse(text), **sizes)
     if pretrained and source.library == "own":
         raise UsageError(
-            f"no library has weights for {text}; drop `pretrained`, load them in it or give `checkpoint`"
+            f"no library has weights for {text}; drop `pretrained`, load them in it or give "
+            "`checkpoint`"
         )
     # Before any time is spent on building.
     read = None
@@ -199,7 +200,8 @@ def _check_weights_arguments(
         )
     if "weights" in (model_kwargs or {}) and not pretrained:
         raise UsageError(
-            "'weights' in `model_kwargs` chooses among pretrained weights; pass `pretrained=True` too"
+            "'weights' in `model_kwargs` chooses among pretrained weights; pass "
+            "`pretrained=True` too"
         )
 
 

@@ -43,7 +43,8 @@ def imported(name: str) -> Callable[..., Any]:
     # Anything may come out of the user's own module.
     except Exception as error:
         raise RetrofitError(
-            f"cannot import {module_name} ({with_class(error)}); run this in its folder, or set PYTHONPATH"
+            f"cannot import {module_name} ({with_class(error)}); run this in its folder, or set "
+            "PYTHONPATH"
         ) from error
     for part in path.split("."):
         if not hasattr(target, part):
@@ -51,7 +52,8 @@ def imported(name: str) -> Callable[..., Any]:
         target = getattr(target, part)
     if not callable(target):
         raise UsageError(
-            f"{path} of {module_name} is a {type(target).__name__}; name a function or class that builds"
+            f"{path} of {module_name} is a {type(target).__name__}; name a function or class "
+            "that builds"
         )
     return target
 

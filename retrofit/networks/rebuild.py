@@ -93,8 +93,8 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
         return own_networks.class_source(model), model
     nearest = min(misses, key=attrgetter("tensors"))
     raise RetrofitError(
-        f"this network is not the one that the library builds: {nearest.problem}; say which it is with "
-        "`save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
+        f"this network is not the one that the library builds: {nearest.problem}; say which it is "
+        "with `save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
     )
 
 
@@ -295,7 +295,8 @@ def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
             counts["modules"] += 1
         if any(counts[kind] > most[kind] for kind in most):
             raise TooLargeError(
-                f"its manifest names a network far larger than the {len(tensors)} tensors in the file"
+                f"its manifest names a network far larger than the {len(tensors)} tensors in the "
+                "file"
             )
 
     kinds = ("parameter", "buffer", "module")

@@ -113,7 +113,10 @@ class SampledOutputs:
         do not.
         """
         if not is_small(model, self.size):
-            return f"its manifest asks for a run of a large network on images of {printable(self.size, 80)}"
+            return (
+                "its manifest asks for a run of a large network on images of "
+                f"{printable(self.size, 80)}"
+            )
         others = sample_outputs_at(model, self.size, self.values)
         if others.not_checked:
             return others.not_checked

@@ -50,8 +50,14 @@ class BatchDependence:
     def __str__(self) -> str:
         """The finding, in a sentence."""
         if self.passed:
-            return f"each sample's gradient is its own (largest change with other companions: {self.change:.1g})"
-        finding = f"a sample's gradient changes by up to {self.change:.0%} with its companions in the batch"
+            return (
+                "each sample's gradient is its own (largest change with other companions: "
+                f"{self.change:.1g})"
+            )
+        finding = (
+            f"a sample's gradient changes by up to {self.change:.0%} with its companions "
+            "in the batch"
+        )
         if not self.modules:
             return f"{finding}; no module takes samples as rows, so that none can be named"
         named = [
@@ -98,7 +104,8 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     result = BatchDependence(change, changes, classes)
     if strict and not result.passed:
         raise RetrofitError(
-            f"{result}; call retrofit.freeze_norms(model) if that is BatchNorm, or ModuleValidator.fix(model)"
+            f"{result}; call retrofit.freeze_norms(model) if that is BatchNorm, or "
+            "ModuleValidator.fix(model)"
         )
     return result
 
@@ -108,8 +115,8 @@ def _refuse_what_cannot_be_measured(model: nn.Module, call: Call) -> None:
         raise UsageError("Opacus wraps this network already; check it before `make_private`")
     if not model.training:
         raise UsageError(
-            "the network is in evaluation mode, in which nothing mixes samples; check it as your loop trains it, "
-            "after model.train()"
+            "the network is in evaluation mode, in which nothing mixes samples; check it as your "
+            "loop trains it, after model.train()"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
@@ -139,7 +146,8 @@ def _gradient_change(network: nn.Module, call: Call, sample: int) -> float:
     gradient = _gradient(network, call, sample)
     if sample == 0 and _share(gradient, _gradient(network, call, sample)) > TOLERANCE:
         raise RetrofitError(
-            "the network gives another gradient each time for the same inputs and seed; make it deterministic"
+            "the network gives another gradient each time for the same inputs and seed; make it "
+            "deterministic"
         )
     return _share(gradient, _gradient(network, _with_other_companions(call, sample), sample))
 
@@ -155,8 +163,8 @@ def _gradient(network: nn.Module, call: Call, sample: int) -> Tensor:
         rows = [y[sample] for y in _outputs(network, call) if y.requires_grad]
         if not rows:
             raise RetrofitError(
-                f"the network's answer holds no tensor with a row for each of the {call.batch} samples; give it inputs "
-                "for which it answers with outputs, not with a loss"
+                f"the network's answer holds no tensor with a row for each of the {call.batch} "
+                "samples; give it inputs for which it answers with outputs, not with a loss"
             )
         loss = torch.stack([(y + y.square() / 2).sum() for y in rows]).sum()
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

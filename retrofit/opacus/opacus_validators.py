@@ -37,8 +37,9 @@ def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
     if getattr(module, "frozen", False):
         return [
             IllegalModuleConfigurationError(
-                f"{name} is frozen, and Opacus gives what evaluates no gradients of its samples; set requires_grad of "
-                "its weight and bias to False, or convert the source network to frozen"
+                f"{name} is frozen, and Opacus gives what evaluates no gradients of its samples; "
+                "set requires_grad of its weight and bias to False, or convert the source "
+                "network to frozen"
             )
         ]
     remedy = "ModuleValidator.fix(model) replaces it"
@@ -96,7 +97,10 @@ def _refusal(layers: dict[str, nn.Module]) -> str:
             "build those without running statistics with track_running_stats=True and train them; "
             f"then {remedy}"
         )
-    return f"{classes} normalizes each sample by its batch, trained or not ({shortlist(list(layers))}); {remedy}"
+    return (
+        f"{classes} normalizes each sample by its batch, trained or not "
+        f"({shortlist(list(layers))}); {remedy}"
+    )
 
 
 def _validate_network(
@@ -157,7 +161,8 @@ def _errors_of_proxies(model: nn.Module) -> list[NotImplementedError]:
         if has_trainable_params(layer.norm) and layer not in layer.norm.modules():
             errors.append(
                 NotImplementedError(
-                    f"{name} gives gamma and beta a gradient but has no parameters trained: no hook reaches it"
+                    f"{name} gives gamma and beta a gradient but has no parameters trained: no "
+                    "hook reaches it"
                 )
             )
     return errors

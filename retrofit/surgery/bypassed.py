@@ -1,4 +1,4 @@
-"""Layers that the network's code goes past: it computes with their tensors and does not call them."""
+"""Layers that a network's code bypasses: it computes with their tensors and never calls them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -50,8 +50,9 @@ def refuse_bypassed(model: nn.Module, call: Call, sources: Mapping[str, str]) ->
     for name in sorted(watch.read - called):
         layer = type(layers[name]).__name__
         raise RetrofitError(
-            f"in evaluation the network computes with the tensors of {name} and does not call it: this code takes "
-            f"{layer} for a {sources[name]}, which it is at strength 0 at most; call the layer, or keep it with `skip`"
+            f"in evaluation the network computes with the tensors of {name} and does not call it: "
+            f"this code takes {layer} for a {sources[name]}, which it is at strength 0 at most; "
+            "call the layer, or keep it with `skip`"
         )
 
 

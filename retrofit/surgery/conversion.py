@@ -30,8 +30,8 @@ class CheckError(RetrofitError):
 
     def __init__(self, problem: str, report: Report) -> None:
         super().__init__(
-            f"{problem}; the model is left as it was: keep the layers concerned with `skip`, or pass `check=False` "
-            "where it is known to amplify rounding errors"
+            f"{problem}; the model is left as it was: keep the layers concerned with `skip`, or "
+            "pass `check=False` where it is known to amplify rounding errors"
         )
         self.problem = problem
         self.report = report

@@ -164,7 +164,7 @@ def adopt(new: nn.Module, old: Any) -> Any:
     """
     for store in ("_parameters", "_buffers", "_modules"):
         getattr(new, store).update(getattr(old, store))
-    # Constants of a frozen source, which are buffers, become parameters of a layer that trains them.
+    # Constants of a frozen source are buffers; a layer that trains them has parameters.
     for name in new._parameters.keys() & new._buffers.keys():
         value = new._buffers.pop(name)
         if value is not None:
@@ -179,7 +179,7 @@ def adopt(new: nn.Module, old: Any) -> Any:
 
 
 def activation_problem(model: nn.Module, site: Site) -> str:
-    """Why the activation of a site stays as it is; empty if it can be replaced, or there is none."""
+    """Why the activation of a site stays as it is; empty if it can be replaced, or is absent."""
     if site.in_squeeze_excite:
         return "inside a squeeze-excite"
     return rewrite_problem(model, site.activation)

@@ -63,8 +63,8 @@ def _part_of(network: nn.Module, plan: Plan) -> nn.Module:
         return unwrapped(network.get_submodule(plan.part))
     except AttributeError:
         raise RetrofitError(
-            f"the plan was made for another model: it converts {plan.part!r}, which is absent here; "
-            "make a new plan"
+            f"the plan was made for another model: it converts {plan.part!r}, which is absent "
+            "here; make a new plan"
         ) from None
 
 
@@ -75,8 +75,8 @@ def _check_layers(plan: Plan, norms: Sequence[NormLayer]) -> None:
     for name in {**planned, **actual}:
         if planned.get(name) != actual.get(name):
             raise RetrofitError(
-                f"the plan was made for another model: {name!r} is {planned.get(name, 'absent')} in "
-                f"the plan and {actual.get(name, 'absent')} here; make a new plan"
+                f"the plan was made for another model: {name!r} is {planned.get(name, 'absent')} "
+                f"in the plan and {actual.get(name, 'absent')} here; make a new plan"
             )
 
 
@@ -185,8 +185,8 @@ def _said_of_thawed(built: dict[nn.Module, nn.Module]) -> str:
     if not thawed:
         return ""
     return (
-        f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters now, "
-        "which train: build the optimizer after the conversion"
+        f"gamma and beta of {plural(thawed, 'frozen layer')} were constants and are parameters "
+        "now, which train: build the optimizer after the conversion"
     )
 
 

@@ -163,8 +163,8 @@ def _fitted_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
     if isinstance(formula, Formula):
         return replace(norm, kind=formula.kind, family=KNOWN[formula.kind], formula=formula)
     reason = (
-        f"it is {norm.known_class} on random inputs, but not on those of the shape that the network "
-        "gives it"
+        f"it is {norm.known_class} on random inputs, but not on those of the shape that the "
+        "network gives it"
     )
     return replace(norm, status="unsupported", reason=reason)
 
@@ -285,9 +285,10 @@ def _why_not_as_its_class(module: nn.Module) -> str:
     if not computed:
         return ""
     return (
-        f"its {' and '.join(computed)} is computed from other tensors, as pruning, parametrizations, weight and "
-        "spectral normalization do; make it permanent first: torch.nn.utils.prune.remove, remove_weight_norm, "
-        "remove_spectral_norm or parametrize.remove_parametrizations"
+        f"its {' and '.join(computed)} is computed from other tensors, as pruning, "
+        "parametrizations, weight and spectral normalization do; make it permanent first: "
+        "torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm or "
+        "parametrize.remove_parametrizations"
     )
 
 
@@ -322,7 +323,8 @@ def functional_norms(model: nn.Module, norms: Sequence[NormLayer]) -> list[str]:
         for function in _called_norms(cls):
             places[function, cls.__name__].append(name or ROOT)
     return [
-        f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, and stays as it is"
+        f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, "
+        "and stays as it is"
         for (function, label), names in places.items()
     ]
 

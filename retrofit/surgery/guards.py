@@ -95,8 +95,9 @@ def stop_packing_of_masked_tokens(model: nn.Module, converted: AbstractSet[nn.Mo
     if not packing:
         return ""
     return (
-        f"{plural(packing, 'transformer encoder')} no longer packs tokens by their mask, with which "
-        "torch calls no norm: in evaluation what it puts out for masked tokens is no longer 0"
+        f"{plural(packing, 'transformer encoder')} no longer packs tokens by their mask, with "
+        "which torch calls no norm: in evaluation what it puts out for masked tokens is no "
+        "longer 0"
     )
 
 

@@ -124,7 +124,10 @@ class Plan:
         why = "; ".join(f"{count}: {reason}" for reason, count in reasons)
         if others := left.total() - sum(count for _, count in reasons):
             why += f"; {others}: other reasons"
-        return f"{len(rows) - left.total()} of {len(rows)} activations are converted, {left.total()} are left ({why})"
+        return (
+            f"{len(rows) - left.total()} of {len(rows)} activations are converted, "
+            f"{left.total()} are left ({why})"
+        )
 
     def alike(self) -> dict[tuple[str, str, str], list[str]]:
         """Return the names of the layers, activations and convolutions of each class, fate and
@@ -136,7 +139,7 @@ class Plan:
         return names
 
     def __repr__(self) -> str:
-        """A small table for people, whatever the number of layers; the record is in the attributes."""
+        """A small table for people, however many layers; the record is in the attributes."""
         table = [("count", "found", "becomes", "first", "why")]
         for (source, fate, reason), names in self.alike().items():
             table.append(

@@ -188,7 +188,8 @@ def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list
             pattern = re.compile(text)
         except re.error as error:
             raise UsageError(
-                f"`{name}={text!r}` is not a regular expression ({one_line(error)}); escape or mend it"
+                f"`{name}={text!r}` is not a regular expression ({one_line(error)}); escape or "
+                "mend it"
             ) from None
         if not any(pattern.search(norm.name) for norm in norms):
             raise RetrofitError(
@@ -245,7 +246,8 @@ def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites |
     if sites is not None and sites.hindrance:
         why = f"what follows its norm is unknown: {sites.hindrance}"
     raise RetrofitError(
-        f"{plan.to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them alone"
+        f"{plan.to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them "
+        "alone"
     )
 
 

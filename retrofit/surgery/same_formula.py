@@ -44,7 +44,7 @@ class Formula:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def layer(self, module: nn.Module) -> nn.Module:
-        """Return a layer of the known class around the tensors, hooks and attributes of `module`."""
+        """Return a layer of the known class around tensors, hooks and attributes of `module`."""
         path, _, name = self.kind.rpartition(".")
         cls = getattr(import_module(path), name)
         new: nn.Module = cls.__new__(cls)

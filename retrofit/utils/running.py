@@ -53,7 +53,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 
 def input_of(batch: Any) -> Any:
-    """Return what a network takes of a batch as a loader gives it: its first entry, or all of it."""
+    """Return what a network takes of a loader's batch: its first entry, or all of it."""
     if isinstance(batch, list | tuple) and batch:
         return batch[0]
     return batch
@@ -80,7 +80,8 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
             )
         if not images.isfinite().all():
             raise RetrofitError(
-                f"batch {number} of `{name}` holds NaN or infinity; mend how its images are prepared"
+                f"batch {number} of `{name}` holds NaN or infinity; mend how its images are "
+                "prepared"
             )
         yield images
 

@@ -1,4 +1,4 @@
-"""Text on one line: counts, lists, exceptions, JSON, and names from files, which may hold anything."""
+"""Text on one line: counts, lists, exceptions, JSON, and names from files (any text at all)."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def json_text(values: dict[str, Any]) -> str:
-    """Return a JSON object on one line; NaN and infinities, which JSON does not have, become null."""
+    """Return a JSON object on one line; NaN and infinities, which JSON lacks, become null."""
     return json.dumps(_finite(values), allow_nan=False)
 
 

@@ -103,7 +103,8 @@ class BatchIndependentConverter(Converter):
             means_nothing = {layer.family for layer in layers} == {"gn"}
             if means_nothing and getattr(options, name) is not None:
                 raise UsageError(
-                    f"`{name}` means nothing to GroupNorm that is there, whose groups stay; leave it out"
+                    f"`{name}` means nothing to GroupNorm that is there, whose groups stay; "
+                    "leave it out"
                 )
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
@@ -146,14 +147,14 @@ class BatchIndependentConverter(Converter):
             notes += _said_of_convolutions(convolutions)
         if added:
             notes.append(
-                f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays them): an optimizer "
-                "built before the conversion does not hold them, so build it again, of "
-                "retrofit.finetune.parameter_groups"
+                f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays "
+                "them): an optimizer built before the conversion does not hold them, so build it "
+                "again, of retrofit.finetune.parameter_groups"
             )
         return notes
 
     def _proxied_group_norm(self, model: nn.Module, layer: NormLayer, sites: Sites) -> LayerRow:
-        """Decide a GroupNorm: it stays, and counts as converted where the activation behind it is."""
+        """Decide a GroupNorm: it stays, and counts as converted where its activation is."""
         groups = getattr(layer.layer, "num_groups", 0)
         if self.groups == 1 and groups != 1:
             return layer.row(
@@ -166,7 +167,10 @@ class BatchIndependentConverter(Converter):
             return layer.row(
                 "kept", "GroupNorm already, with no activation behind it to proxy-normalize"
             )
-        reason = f"GroupNorm already: its {plural(groups, 'group')} stay, its activation is proxy-normalized"
+        reason = (
+            f"GroupNorm already: its {plural(groups, 'group')} stay, its activation is "
+            "proxy-normalized"
+        )
         return layer.row("converted", reason, layer.label)
 
     def _migrated(
@@ -289,8 +293,8 @@ def most_groups(
     for name, by_groups in changes.items():
         if not by_groups:
             raise RetrofitError(
-                f"on the images of `calibrate` the model never calls {name}, so its groups cannot be picked; give more "
-                "images, or `groups` a number"
+                f"on the images of `calibrate` the model never calls {name}, so its groups cannot "
+                "be picked; give more images, or `groups` a number"
             )
         relative = {
             n: float((change / power.clamp_min(1e-30)).sqrt())
@@ -446,7 +450,8 @@ def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
         by_reason[row.reason].append(row.name)
     by_reason.pop("", None)
     return [
-        f"{len(done)} of {len(rows)} convolutions are standardized, {scaled} of them with a scale that is learned",
+        f"{len(done)} of {len(rows)} convolutions are standardized, {scaled} of them with a "
+        "scale that is learned",
         *(
             f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})"
             for why, names in by_reason.items()

@@ -373,11 +373,14 @@ class DecorrelatedConverter(NormalityConverter):
             )
         if layer_named(cls) is None:
             return (
-                "whitening matrices are not synchronized between processes; convert it to BatchNorm "
-                "first"
+                "whitening matrices are not synchronized between processes; convert it to "
+                "BatchNorm first"
             )
         if layer.layer.running_mean is None:
-            return "it tracks no running statistics, so there would be no whitening matrix at test time"
+            return (
+                "it tracks no running statistics, so there would be no whitening matrix at "
+                "test time"
+            )
         return ""
 
 
