@@ -6,6 +6,7 @@ metadata say.
 """
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -113,9 +114,13 @@ def evaluate(
         progress: Called after every batch with the images done and those in all.
 
     Raises:
-        RetrofitError: If no image can be read, or the model gives no class scores, (N, classes),
-            or fewer than the data has classes.
+        RetrofitError: If no image can be read, the model gives no class scores, (N, classes), or
+            fewer than the data has classes, or the images of a batch do not fit into the memory.
     """
+    total = None
+    if hasattr(data.images, "__len__"):
+        total = len(data.images)
+    _refuse_unless_it_fits(min(batch_size, total or batch_size), preprocess)
     doubt = partial_state(model)
     if doubt:
         warnings.warn(doubt, stacklevel=2)
@@ -134,9 +139,6 @@ def evaluate(
         persistent_workers=False,
         worker_seeding=heed_no_signals,
     )
-    total = None
-    if hasattr(data.images, "__len__"):
-        total = len(data.images)
     done = 0
     skipped: list[str] = []
     counts = _Counts(attack)
@@ -157,6 +159,15 @@ def evaluate(
             f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files"
         )
     return counts.accuracy(tuple(skipped))
+
+
+def _refuse_unless_it_fits(images: int, preprocess: Preprocess) -> None:
+    """Refuse a batch whose float32 pixels alone are more than the machine's memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if images * math.prod(preprocess.input_size) * 4 > memory:
+        raise RetrofitError(
+            f"batches of {images:,} images do not fit into the memory; lower `batch_size`"
+        )
 
 
 class _Counts:

@@ -1,12 +1,14 @@
 """Accuracy against pictures whose right answers are known, and images that cannot be read."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 from retrofit.attack import Attack, Kind, attack_on
 from retrofit.errors import RetrofitError
@@ -47,6 +49,17 @@ def test_unreadable_images_are_listed_and_not_replaced(folder: Path, tmp_path: P
         file.write_bytes(b"x")
     with pytest.raises(RetrofitError, match="none of the 12 images can be read"):
         measure(folder)
+
+
+@pytest.mark.parametrize("batch_size", [10**9, 10**18])
+def test_a_batch_beyond_the_memory_is_refused_before_it_is_read(
+    folder: Path, batch_size: int
+) -> None:
+    assert measure(folder, batch_size=batch_size).images == 12  # all there are
+    data = open_images(folder)
+    endless = replace(data, images=Subset(data.images, range(12, 10**10)))
+    with pytest.raises(RetrofitError, match="images do not fit into the memory; lower"):
+        evaluate(Colours(), endless, PLAIN, batch_size=batch_size, workers=0)
 
 
 class Answers(nn.Module):  # gives whatever it is told to
