@@ -74,13 +74,17 @@ class Comparison:
         """The difference as a share of the scale (0 for 0 of 0)."""
         if self.max_abs_diff == 0:
             return 0.0
-        return self.max_abs_diff / self.scale if self.scale else math.inf
+        if self.scale:
+            return self.max_abs_diff / self.scale
+        return math.inf
 
     def problem(self, what: str = "the converted network is not the function of its source") -> str:
         """Return a sentence on the difference; empty where there is none, or nothing was compared."""
         if not self.differs:
             return ""
-        place = f" (in {self.where})" if self.where else ""
+        place = ""
+        if self.where:
+            place = f" (in {self.where})"
         return f"{what}{place}: {self}"
 
     def __str__(self) -> str:
@@ -100,7 +104,10 @@ class ComparisonError(RetrofitError):
 
     def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
         self.comparison = comparison
-        said = f"{what} by {comparison.share:.2g} of the output's scale, more than {comparison.tolerance:g}; {advice}"
+        said = (
+            f"{what} by {comparison.share:.2g} of the output's scale, more than "
+            f"{comparison.tolerance:g}; {advice}"
+        )
         super().__init__(str(comparison) if comparison.not_checked else said)
 
 
@@ -212,14 +219,17 @@ class Reference:
                     refusals.append(error)
         if not self.calls:
             raise RetrofitError(
-                f"the network did not take the example inputs ({with_class(refusals[0])}); give it others with `inputs`"
+                f"the network did not take the example inputs ({with_class(refusals[0])}); give "
+                "it others with `inputs`"
             ) from refusals[0]
         self.batches = tuple(call.batch for call in self.calls)
         tensors = [tensor for answer in self._outputs for tensor in answer]
         self.not_checked = _nothing_to_compare(tensors)
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
         dtype = next((tensor.dtype for tensor in tensors), torch.float32)
-        rounding = 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+        rounding = 0.0
+        if dtype.is_floating_point:
+            rounding = 4 * torch.finfo(dtype).eps
         self.tolerance = max(tolerance, rounding)
 
     def _add(self, model: nn.Module, call: Call) -> None:
@@ -267,7 +277,9 @@ class Reference:
             return Comparison(
                 tolerance=self.tolerance, batches=self.batches, not_checked=self.not_checked
             )
-        watched = self._layers if layers else {}
+        watched = {}
+        if layers:
+            watched = self._layers
         answers = self._answers_of(other, watched)
         # Without layers there is nothing else to judge by than the outputs, however small.
         largest = max(
@@ -306,7 +318,9 @@ class Reference:
         differing = next((row for row in rows if row.differs), None)
         if differing is not None:
             return differing
-        return max(rows, key=_BY_SHARE, default=result) if result.scale == 0 else result
+        if result.scale == 0:
+            return max(rows, key=_BY_SHARE, default=result)
+        return result
 
     def _top1_agreement(self, outputs: _Outputs) -> float | None:
         """Return the share of the samples with the same highest score; None if none has scores."""
@@ -315,7 +329,9 @@ class Reference:
             for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
             if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]
         ]
-        return float(torch.cat(same).double().mean()) if same else None
+        if same:
+            return float(torch.cat(same).double().mean())
+        return None
 
     def _compare_outputs(self, outputs: _Outputs, zero: float) -> Comparison:
         pairs: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
@@ -352,7 +368,8 @@ def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 
     What is in `seen`, by `id`, is left out.
     """
-    seen = set() if seen is None else seen
+    if seen is None:
+        seen = set()
     if isinstance(answer, Tensor):
         yield answer
     elif isinstance(answer, _NO_TENSORS) or id(answer) in seen:
@@ -386,24 +403,32 @@ def largest_gap(ours: Tensor, theirs: Tensor) -> float:
     a = _doubles(ours)
     b = _doubles(theirs)
     gap = (a - b)[(a != b) & ~(a.isnan() & b.isnan())].abs()
-    return float(gap.nan_to_num(math.inf, math.inf).max()) if gap.numel() else 0.0
+    if gap.numel():
+        return float(gap.nan_to_num(math.inf, math.inf).max())
+    return 0.0
 
 
 def _doubles(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).double()
+    return tensor.double()
 
 
 def scale_of(source: Tensor) -> float:
     """Return the largest absolute value that is finite; 0 if none is."""
     finite = source[source.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    if finite.numel():
+        return float(finite.abs().max())
+    return 0.0
 
 
 def _kept(value: Tensor) -> Tensor:
     """Copy a tensor, which may be overwritten later, to where it stays; on the meta device there is
     nothing to copy.
     """
-    return value.detach() if value.is_meta else value.detach().cpu().clone()
+    if value.is_meta:
+        return value.detach()
+    return value.detach().cpu().clone()
 
 
 def _is_scores(part: Call, answer: list[Tensor]) -> bool:
@@ -419,7 +444,10 @@ def _nothing_to_compare(outputs: list[Tensor]) -> str:
     if any(output.is_meta for output in outputs):
         return "the network lies on the meta device; move it with `to_empty` and load its weights"
     if not any(output.numel() for output in outputs):
-        return "the network's answer holds no tensor; give it inputs that it answers with tensors, as `inputs`"
+        return (
+            "the network's answer holds no tensor; give it inputs that it answers with "
+            "tensors, as `inputs`"
+        )
     if not any(output.isfinite().any() for output in outputs):
         return NO_NUMBERS
     return ""

@@ -41,7 +41,9 @@ class Call:
         are seeded.
         """
         copies = self._mapped(lambda x: x.detach().clone())
-        module = model.get_submodule(self.stage) if self.stage else model
+        module = model
+        if self.stage:
+            module = model.get_submodule(self.stage)
         torch.manual_seed(0)
         return module(*copies.args, **copies.kwargs)
 
@@ -118,8 +120,8 @@ def example_calls(
         except Exception as error:
             refusals.append(error)
     raise RetrofitError(
-        f"the network did not take a random input of size {'x'.join(map(str, size))} ({with_class(refusals[0])}); "
-        "give example tensors with `inputs`, or another `input_size`"
+        f"the network did not take a random input of size {'x'.join(map(str, size))} "
+        f"({with_class(refusals[0])}); give example tensors with `inputs`, or another `input_size`"
     ) from refusals[0]
 
 
@@ -142,7 +144,7 @@ def own_input_size(model: nn.Module) -> tuple[int, ...]:
         return record.input_size
     if size := (getattr(model, "pretrained_cfg", None) or {}).get("input_size"):
         return tuple(size)
-    # torchvision's vision transformers
+    # torchvision's vision transformers have this attribute.
     side = getattr(model, "image_size", 224)
     return (3, side, side)
 
@@ -193,7 +195,9 @@ def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
 
 def holds_boxes(answer: Any) -> bool:
     """Tell whether a network answers with detections: a mapping with `boxes`, or a list of such."""
-    detections = answer if isinstance(answer, list | tuple) else [answer]
+    detections = [answer]
+    if isinstance(answer, list | tuple):
+        detections = list(answer)
     return bool(detections) and all(
         isinstance(row, Mapping) and isinstance(row.get("boxes"), Tensor) for row in detections
     )

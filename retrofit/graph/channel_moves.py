@@ -10,7 +10,9 @@ from retrofit.graph.trace import call_name
 
 def listed(value: Any) -> Sequence[Any]:
     """What is given as a number, or as one for each dimension."""
-    return value if isinstance(value, (tuple, list)) else (value,)
+    if isinstance(value, (tuple, list)):
+        return value
+    return (value,)
 
 
 def moved_channels(node: fx.Node, dim: int) -> int | None:
@@ -27,9 +29,13 @@ def moved_channels(node: fx.Node, dim: int) -> int | None:
     # Dimensions behind the channels, which stay where they are.
     behind = dim == 1 and bool(args) and isinstance(args[0], int) and args[0] > 1
     if name in {"flatten", "unsqueeze"}:
-        return dim if behind else None
+        if behind:
+            return dim
+        return None
     if name in ("view", "reshape"):
-        return dim if dim == 1 and _keeps_two(node) else None
+        if dim == 1 and _keeps_two(node):
+            return dim
+        return None
     return None
 
 
@@ -43,7 +49,9 @@ def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
         return int(first)
     # One counted from the front and one from the end may be the same.
     apart = both_ways and all((each < 0) == (dim < 0) for each in dims)
-    return dim if apart else None
+    if apart:
+        return dim
+    return None
 
 
 def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
@@ -52,12 +60,16 @@ def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
         return None
     rank = len(order)
     moved = [each % rank for each in order].index(dim % rank)
-    return -1 if moved == rank - 1 else moved
+    if moved == rank - 1:
+        return -1
+    return moved
 
 
 def _unpacked(args: Sequence[Any]) -> Sequence[Any]:
     """Arguments that are given one by one, or as one tuple."""
-    return listed(args[0]) if len(args) == 1 else args
+    if len(args) == 1:
+        return listed(args[0])
+    return args
 
 
 def _keeps_two(node: fx.Node) -> bool:

@@ -16,12 +16,13 @@ from retrofit.graph.trace import BranchingPartsError, Tracer, call_name, reads_o
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
-# the kind of step that a function or method is, by its name
+# Names of the functions and methods, by the kind of step that they are.
 _CALLS = {
     "metadata": " ".join(kinds.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
-    "shape": "view reshape reshape_as view_as flatten unflatten permute transpose movedim squeeze unsqueeze",
+    "shape": "view reshape reshape_as view_as flatten unflatten permute transpose movedim "
+    "squeeze unsqueeze",
     "concatenation": "cat concat concatenate stack",
     "spread": "getitem chunk split unbind expand expand_as sum softmax interpolate",
     "addition": "add iadd add_ sub isub sub_",
@@ -65,12 +66,13 @@ class Flow:
     """
 
     def __init__(self, trace: Tracer, flows: "Flows") -> None:
-        self.module, self.graph = trace.root, trace.graph
+        self.module = trace.root
+        self.graph = trace.graph
         self.places = trace.places
         self.variables = trace.variables
         self.returned = trace.returned
         self.size = trace.size
-        # empty for the model itself
+        # Empty for the model itself.
         self.name = flows.names[self.module]
         self._flows = flows
         self.modules = {
@@ -85,7 +87,9 @@ class Flow:
     def source(self, node: fx.Node) -> fx.Node | None:
         """The node whose value a one-input step works on."""
         source = node.args[0] if node.args else node.kwargs.get("input")
-        return source if isinstance(source, fx.Node) else None
+        if isinstance(source, fx.Node):
+            return source
+        return None
 
     def before(self, node: fx.Node, through: Collection[str] = ("same",)) -> fx.Node | None:
         """The source of `node`, past dropouts and identities, or other steps."""
@@ -113,7 +117,9 @@ class Flow:
         """
         after: list[tuple[fx.Node, int]] = []
         for user in self.consumers(node):
-            moved = dim if self.steps[user] == "same" else moved_channels(user, dim)
+            moved: int | None = dim
+            if self.steps[user] != "same":
+                moved = moved_channels(user, dim)
             if moved is None:
                 after.append((user, dim))
             else:
@@ -126,7 +132,9 @@ class Flow:
         if source is None or self.steps[source] != "norm":
             return None
         takes_channels = any(user is node for user, _ in self.channels_after(source))
-        return source if takes_channels else None
+        if takes_channels:
+            return source
+        return None
 
     def describe(self, node: fx.Node) -> str:
         """Words for a node: a module's class and name, or a function's name."""
@@ -135,7 +143,9 @@ class Flow:
             return f"{type(module).__name__} {self._flows.names[module]}".rstrip()
         if node.op == "placeholder":
             return f"the input of {self.name or 'the model'}"
-        return f"{call_name(node)}()" if node.op.startswith("call") else str(node.target)
+        if node.op.startswith("call"):
+            return f"{call_name(node)}()"
+        return str(node.target)
 
     def reaches_final_pool(self, node: fx.Node) -> bool:
         """Whether no layer but dropout, reshaping or squeeze-excite lies between `node` and the
@@ -160,8 +170,12 @@ class Flow:
         gated = [user for user in users if self.steps[user] == "product"]
         others = [user for user in users if user not in gated]
         if len(gated) == 1:
-            return gated[0] if all(self.steps[user] == "pool" for user in others) else None
-        return users[0] if len(users) == 1 else None
+            if all(self.steps[user] == "pool" for user in others):
+                return gated[0]
+            return None
+        if len(users) == 1:
+            return users[0]
+        return None
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel, that go on to multiply other
@@ -177,12 +191,12 @@ class Flow:
     def activation(self, node: fx.Node) -> nn.Module:
         """The activation module that a node calls, or a fresh one that does the same."""
         module = self.modules.get(node) or kinds.function_module(node)
-        # the step is an activation
+        # Only asked of a step that is an activation.
         assert module is not None
         return module
 
     def is_gate(self, node: fx.Node) -> bool:
-        """Whether an activation is of the sigmoid kind, and its output multiplies other features."""
+        """Whether an activation is of the sigmoid kind and its output multiplies other features."""
         act = self.activation(node)
         if [*act.parameters()] or not self._multiplies(node, {"same", "shape", "spread"}):
             return False
@@ -223,7 +237,9 @@ def _call_step(node: fx.Node) -> str:
     kind = _KIND_OF.get(name, "call")
     if name == "getattr":
         is_metadata = _KIND_OF.get(str(node.args[1])) == "metadata"
-        return "metadata" if is_metadata else "call"
+        if is_metadata:
+            return "metadata"
+        return "call"
     if kind != "metadata" and kinds.function_module(node) is not None:
         return "activation"
     if kind == "pool":
@@ -232,22 +248,30 @@ def _call_step(node: fx.Node) -> str:
         return _mean_step(_second_argument(node, "dim"))
     if kind in ("addition", "product"):
         values = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
-        return kind if len(values) > 1 else "constant"
+        if len(values) > 1:
+            return kind
+        return "constant"
     return kind
 
 
 def _second_argument(node: fx.Node, name: str) -> Any:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get(name)
+    if len(node.args) > 1:
+        return node.args[1]
+    return node.kwargs.get(name)
 
 
 def _mean_step(dims: Any) -> str:
     """A mean is a pooling where it leaves the channels."""
     kept = all(isinstance(dim, int) and dim != 1 for dim in listed(dims))
-    return "pool" if kept else "call"
+    if kept:
+        return "pool"
+    return "call"
 
 
 def _pool_step(output_size: Any) -> str:
-    return "pool" if all(size == 1 for size in listed(output_size)) else "window"
+    if all(size == 1 for size in listed(output_size)):
+        return "pool"
+    return "window"
 
 
 class Flows:
@@ -265,9 +289,8 @@ class Flows:
     ) -> None:
         self.is_norm = is_norm
         self.names = {module: name for name, module in model.named_modules()}
-        self.inside = {
-            module: set(module.modules()) for module in self.names
-        }  # what it holds, and itself
+        # What each module holds, and itself.
+        self.inside = {module: set(module.modules()) for module in self.names}
         # What could not be traced, with the reason in one line.
         self.failures: dict[nn.Module, str] = {}
         # By whether in training, and the module.
@@ -282,12 +305,11 @@ class Flows:
                 self._trace_all(model)
         finally:
             self._snapshot.restore()
-        # evaluation's first
+        # Those of evaluation come first.
         ordered = sorted(self._traces, key=lambda key: key[0])
         self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
-        self.calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(
-            list
-        )  # of each module that is called
+        # The calls of each module that is called.
+        self.calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
         for flow in self.flows:
             for node, module in flow.modules.items():
                 self.calls[module].append((flow, node))
@@ -304,12 +326,8 @@ class Flows:
         norms = set(filter(self.is_norm, self.names))
         self.activations = set(filter(kinds.is_activation, self.names))
         self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
-        self.traceable = {
-            module
-            for module in self.names
-            if self.inside[module] & norms
-            # that hold norms
-        } - norms
+        holders = {module for module in self.names if self.inside[module] & norms}
+        self.traceable = holders - norms
         self._cover(model)
 
     def _cover(self, module: nn.Module) -> None:
@@ -348,7 +366,7 @@ class Flows:
         self._readers.clear()
         try:
             self._traces[training, module] = self._paths(module, training)
-        # anything may come out of a model's own code
+        # A model's own code may raise anything.
         except Exception as error:
             self.failures[module] = with_class(error).split(". ")[0]
 

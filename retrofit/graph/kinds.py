@@ -190,7 +190,8 @@ def is_plain_affine(module: nn.Module) -> bool:
         "_conv_forward",
         "weight",
         "bias",
-    )  # a parametrized layer has its weight as a property
+    )
+    # A parametrized layer has its weight as a property of its class.
     return all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
 
 
@@ -203,21 +204,22 @@ def is_leaf(module: nn.Module) -> bool:
 
     home = type(module).__module__
     if home.startswith("torchvision.ops") and next(module.children(), None) is None:
-        # its operators (RoIAlign, DeformConv2d, ...), but not its composites such as
-        # Conv2dNormActivation
+        # Operators (RoIAlign, DeformConv2d, ...), but not composites such as
+        # Conv2dNormActivation.
         return True
     if home.startswith(_OURS) or is_norm(module) or is_drop(module) or is_plain_affine(module):
         return True
-    return is_altered(module) or isinstance(
-        module, tuple(get_notrace_modules())
-    )  # hooks may change what passes
+    # Hooks may change what passes.
+    return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))
 
 
 def _module_class(target: Any) -> Any:
     """The class of the activation that a function, or a tensor's method of that name, computes;
     None if it is none.
     """
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    name = target
+    if not isinstance(target, str):
+        name = getattr(target, "__name__", "")
     # Builtins and strings have none.
     home = getattr(target, "__module__", None) or "torch"
     if f"{home}.".startswith("torch."):

@@ -21,14 +21,14 @@ class _Edit(NamedTuple):
     """A call in a method's code and the child to call instead."""
 
     method: str
-    # the function, the name of a tensor's method, or None for a module
+    # The function, the name of a tensor's method, or None for a module.
     target: Any
-    # of the call: the line, counted from the method's first, and the column
+    # Where the call ends: the line, counted from the method's first, and the column.
     end: tuple[int, int]
     child: str
-    # of the method's code
+    # Checksum of the method's code.
     checksum: int
-    # as `Activation.selector`
+    # As `Activation.selector`.
     selector: tuple[str, str] | None
 
 
@@ -150,7 +150,9 @@ def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
     for node in nodes:
         _call_child(node, child)
     if by_mode:
-        current = "train_graph" if block.training else "eval_graph"
+        current = "eval_graph"
+        if block.training:
+            current = "train_graph"
         graphs["graph"] = graphs.get(current, block.graph)
     return graphs
 
@@ -171,8 +173,8 @@ def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
     namespace: dict[str, Any] = {
         **{name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")},
         "_retrofit_edits": (base, edits),
-        # whether a function that the block holds in an attribute is still the one that a child was
-        # put in place of
+        # Whether a function that the block holds in an attribute is still the one that a child
+        # replaces.
         "_retrofit_calls": lambda _, child, function: any(
             (e.child, e.target) == (child, function) for e in edits
         ),
@@ -217,9 +219,11 @@ class _Replacement(ast.NodeTransformer):
     """
 
     def __init__(self, edits: list[_Edit], code: CodeType, names: dict[str, Any]) -> None:
-        self.left, self.names = edits, names
+        self.left = edits
+        self.names = names
         self.label = f"the call in {code.co_qualname}"
-        self.own, self.first = code.co_varnames[0], code.co_firstlineno
+        self.own = code.co_varnames[0]
+        self.first = code.co_firstlineno
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Replace a call if it is one of those to replace, on each edit's condition."""
@@ -227,13 +231,12 @@ class _Replacement(ast.NodeTransformer):
         end = (node.end_lineno or 0) - self.first, node.end_col_offset
         new: ast.expr = node
         for edit in [edit for edit in self.left if edit.end == end]:
-            child, condition = (
-                self._call(edit.child, self._input(edit, node)),
-                self._condition(edit, node.func),
-            )
-            new = ast.copy_location(
-                child if condition is None else ast.IfExp(condition, child, new), node
-            )
+            child = self._call(edit.child, self._input(edit, node))
+            condition = self._condition(edit, node.func)
+            replacement: ast.expr = child
+            if condition is not None:
+                replacement = ast.IfExp(condition, child, new)
+            new = ast.copy_location(replacement, node)
         self.left = [edit for edit in self.left if edit.end != end]
         return new
 
@@ -250,7 +253,9 @@ class _Replacement(ast.NodeTransformer):
         value = values.pop(0) if values else named.pop("input", None)
         if value is None or isinstance(value, ast.Starred):
             raise RewriteError(f"{self.label} hides its input")
-        others = [*values, *named.values()] if kinds.takes_constants(edit.target) else []
+        others = []
+        if kinds.takes_constants(edit.target):
+            others = [*values, *named.values()]
         try:
             for other in others:
                 ast.literal_eval(other)
@@ -274,7 +279,9 @@ class _Replacement(ast.NodeTransformer):
         if all(name.isidentifier() for name in path):
             if root == self.own:
                 held = self._call("_retrofit_calls", ast.Constant(edit.child), function)
-                return None if edit.target is None else held
+                if edit.target is None:
+                    return None
+                return held
             named = functools.reduce(
                 lambda holder, name: getattr(holder, name, None), path, self.names.get(root)
             )

@@ -143,10 +143,12 @@ class _Search(Flows):
         for flow in self.flows:
             for node, place in flow.places.items():
                 if (kind := flow.steps[node]) in ("norm", "activation"):
-                    (self.norms if kind == "norm" else self.acts)[place].append((flow, node))
-        self.places = Counter(
-            place.target for place in (*self.norms, *self.acts)
-        )  # how many call each
+                    by_place = self.norms
+                    if kind == "activation":
+                        by_place = self.acts
+                    by_place[place].append((flow, node))
+        # How many places call each norm and activation.
+        self.places = Counter(place.target for place in (*self.norms, *self.acts))
 
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
@@ -154,7 +156,9 @@ class _Search(Flows):
         steps = self.norms[place]
         activation, reason = self._activation_of(place)
         flows_on = not reason or _fused_activation(norm) is None
-        ends = self._ends(place, activation) if flows_on else []
+        ends = []
+        if flows_on:
+            ends = self._ends(place, activation)
         return Site(
             norm=self.names[norm],
             owner_type=type(place.owner).__name__,
@@ -258,7 +262,8 @@ class _Search(Flows):
         return None
 
     def _name(self, place: Place) -> str:
-        target, owner = place.target, place.owner
+        target = place.target
+        owner = place.owner
         if self._is_own(target):
             return self.names[target]
         name = f"{self.names[owner]}.{call_name(self.acts[place][0][1])}".lstrip(".")
@@ -300,7 +305,8 @@ class _Search(Flows):
             yield UnmatchedActivation(f"{self.names[norm]}.act", type(fused).__name__, reason)
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
-        source, norm = flow.before(node), _norm_before(flow, node)
+        source = flow.before(node)
+        norm = _norm_before(flow, node)
         if flow.in_squeeze_excite(node):
             return "inside a squeeze-excite"
         if source is None:
@@ -308,7 +314,10 @@ class _Search(Flows):
         if norm is not None and norm not in sites:
             return f"its norm, {flow.describe(source)}, is not one of those asked for"
         if norm is not None:
-            return f"not directly after {sites[norm].norm}: {sites[norm].reason or 'it has its own activation'}"
+            return (
+                f"not directly after {sites[norm].norm}: "
+                f"{sites[norm].reason or 'it has its own activation'}"
+            )
         if (kind := flow.steps[source]) in ("addition", "concatenation", "product"):
             return f"after a {'residual ' * (kind == 'addition')}{kind}"
         return f"no norm before it: fed by {flow.describe(source)}"
@@ -337,7 +346,9 @@ class _Search(Flows):
 def _norm_before(flow: Flow, node: fx.Node) -> Place | None:
     """The place of the norm whose output an activation takes."""
     norm = flow.norm_before(node)
-    return None if norm is None else flow.places[norm]
+    if norm is None:
+        return None
+    return flow.places[norm]
 
 
 def _call_in(code: CodeType | None, flow: Flow, norm: fx.Node) -> Place | None:
@@ -352,10 +363,14 @@ def _first_or_last(dim: int, norm: nn.Module) -> int | None:
         return dim
     ranks = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
     rank = next((rank for cls, rank in ranks.items() if isinstance(norm, cls)), None)
-    return -1 if rank is not None and dim == rank - 1 else None
+    if rank is not None and dim == rank - 1:
+        return -1
+    return None
 
 
 def _fused_activation(norm: nn.Module) -> nn.Module | None:
     """The activation inside a norm+activation layer; Identity counts as none."""
     act = getattr(norm, "act", None)
-    return act if isinstance(act, nn.Module) and not isinstance(act, nn.Identity) else None
+    if isinstance(act, nn.Module) and not isinstance(act, nn.Identity):
+        return act
+    return None

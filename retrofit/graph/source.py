@@ -43,7 +43,7 @@ def _compiled(source: str, filename: str, flags: int) -> CodeType:
 
 
 def code_in(outer: CodeType, code: CodeType) -> CodeType | None:
-    """The code in `outer`, a file's or a function's, of the function that begins where `code` does."""
+    """The code in `outer`, of a file or function, of the function that begins where `code` does."""
     for const in outer.co_consts:
         if isinstance(const, CodeType):
             if (const.co_name, const.co_firstlineno) == (code.co_name, code.co_firstlineno):
@@ -80,5 +80,7 @@ def callee(code: CodeType, end: tuple[int, int]) -> str:
         for call in ast.walk(file_tree(code)):
             if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) == end:
                 pure = all(isinstance(node, harmless) for node in ast.walk(call.func))
-                return ast.unparse(call.func) if pure else ""
+                if pure:
+                    return ast.unparse(call.func)
+                return ""
     return ""

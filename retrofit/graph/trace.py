@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 class _Value(fx.Proxy):
-    """A value under trace; as a number it is one of `_SIZES`, as a condition both true and false."""
+    """A value under trace: as a number one of `_SIZES`, as a condition both true and false."""
 
     tracer: Any
 
@@ -257,7 +257,9 @@ def _question(node: fx.Node) -> str | None:
     something else, or code changes a tensor's shape in place.
     """
     name = call_name(node)
-    attribute = str(node.args[1]) if name == "getattr" else name
+    attribute = name
+    if name == "getattr":
+        attribute = str(node.args[1])
     if attribute in kinds.METADATA:
         tensor, *arguments = node.args or (None,)
         if not isinstance(tensor, fx.Node):
@@ -268,7 +270,9 @@ def _question(node: fx.Node) -> str | None:
     if getattr(node.target, "__module__", "") != "_operator":
         return None
     parts = [_question(part) if isinstance(part, fx.Node) else repr(part) for part in node.args]
-    return None if None in parts else f"{name} {parts}"
+    if None in parts:
+        return None
+    return f"{name} {parts}"
 
 
 def _callers() -> list[FrameType]:

@@ -7,29 +7,20 @@ that call alone. A GroupNorm that the network has already stays as it is, and it
 a proxy-normalized one.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.graph.flow import Flow, Flows, reached
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.sites import Site, Sites
-from retrofit.layers import (
-    MigratedGroupNorm,
-    MigratedGroupNormAct,
-    ProxyNorm,
-    weight_standardization,
-)
+from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
 from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm, settled_eps
 from retrofit.surgery.converter import (
     Converter,
@@ -38,19 +29,20 @@ from retrofit.surgery.converter import (
     adopt,
     group_count,
 )
-from retrofit.surgery.families import NormLayer, classify, find_norms
+from retrofit.surgery.families import NormLayer
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
+from retrofit.surgery.targets.standardized_convolutions import (
+    plan_convolutions,
+    said_of_convolutions,
+    standardized,
+)
 from retrofit.utils.running import evaluating, hooked, images_of, placement_of
-from retrofit.utils.text import plural, shortlist
+from retrofit.utils.text import plural
 
 # Largest relative change of a layer's output that `most_groups` accepts
 _GROUP_TOLERANCE = 0.08
 _MOST_GROUPS = 32
 _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
-_STANDARDIZED: dict[type, Any] = {
-    getattr(nn, name): getattr(weight_standardization, f"WeightStandardized{name}")
-    for name in ("Conv1d", "Conv2d", "Conv3d")
-}
 
 
 class BatchIndependentConverter(Converter):
@@ -92,7 +84,7 @@ class BatchIndependentConverter(Converter):
             settle = partial(_proxy_options, options)
             edits = self.plan_activations(model, sites, converted, "", settle)
         if options.ws:
-            edits += _plan_convolutions(model, converted, _restores(options))
+            edits += plan_convolutions(model, converted, _restores(options))
         return rows, edits, sites
 
     def _check(self, layers: Sequence[NormLayer], options: ConversionOptions) -> None:
@@ -137,14 +129,14 @@ class BatchIndependentConverter(Converter):
             if row.status != "converted":
                 continue
             if row.kind == "convolution":
-                new = _standardized(model.get_submodule(row.name), **row.options)
+                new = standardized(model.get_submodule(row.name), **row.options)
                 replace_module(model, row.name, new)
             else:
                 added += _proxy(model, sites[row.norm, row.place], row)
         convolutions = [row for row in plan.edits if row.kind == "convolution"]
         notes: list[str] = []
         if convolutions:
-            notes += _said_of_convolutions(convolutions)
+            notes += said_of_convolutions(convolutions)
         if added:
             notes.append(
                 f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays "
@@ -323,140 +315,6 @@ def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Te
         )
         total = torch.stack([(new - kept).double().square().sum(), kept.double().square().sum()])
         changes[groups] = changes.get(groups, 0) + total
-
-
-def _plan_convolutions(
-    model: nn.Module, converted: AbstractSet[str], restore: bool
-) -> list[EditRow]:
-    """Decide every convolution of a network: left if none of the norms of its block is `converted`.
-
-    All but those that work on pooled values, in squeeze-excites and classifiers, are standardized
-    (Labatie et al. 2021, appendix A.1). The last of a residual branch that goes into the sum
-    without a norm, as in ResNets v2, gets a scale; the reason of a converted one says why that is
-    unknown. With `restore` the weights keep their mean and scale.
-    """
-    layers = {norm.module for norm in find_norms(model)}
-    norms = [name for name, module in model.named_modules() if module in layers]
-    traced = Flows(model, lambda module: classify("", module) is not None)
-    rows = []
-    # How many of the norms come before the module at hand.
-    passed = 0
-    for name, module in model.named_modules():
-        passed += name in norms
-        if not isinstance(module, nn.modules.conv._ConvNd):
-            continue
-        calls = traced.calls[module]
-        reason = _hindrance(module, calls, module in traced.read)
-        # Where only the whole network holds any norm, the next one stands for the block's.
-        around = _norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]
-        if converted.isdisjoint(around):
-            reason = "the norms of its block are not converted"
-        row = EditRow(name, type(module).__name__, "", "left", reason, kind="convolution")
-        if not reason:
-            row = _standardized_row(row, calls, restore)
-        rows.append(row)
-    return rows
-
-
-def _standardized_row(row: EditRow, calls: list[tuple[Flow, fx.Node]], restore: bool) -> EditRow:
-    ends = {_ends_block(flow, node) for flow, node in calls}
-    reason = ""
-    if None in ends or len(ends) > 1:
-        reason = "no scale behind it: unknown whether it ends a block"
-    options = {"restore": restore, "scale": ends == {True}}
-    return replace(row, status="converted", reason=reason, options=options)
-
-
-def _norms_around(name: str, norms: Sequence[str]) -> Sequence[str]:
-    """Return the norms of the smallest block that holds a layer and any norm; none if that is the
-    whole network.
-    """
-    while name := name.rpartition(".")[0]:
-        if inside := [norm for norm in norms if norm.startswith(f"{name}.")]:
-            return inside
-    return []
-
-
-def _hindrance(conv: Any, calls: list[tuple[Flow, fx.Node]], is_read: bool) -> str:
-    """Why a convolution is left as it is; empty if it is not."""
-    if type(conv) not in _STANDARDIZED:
-        return "not one of torch's own convolutions"
-    if conv.weight[0].numel() < 2:
-        return "each output channel has a single weight"
-    if not calls:
-        return "no trace shows where it is called"
-    if is_read:
-        return "its parameters are read elsewhere too"
-    if any(flow.in_squeeze_excite(node) for flow, node in calls):
-        return "inside a squeeze-excite"
-    if any(flow.is_pooled(node) for flow, node in calls):
-        return "works on pooled values, as a linear layer does"
-    return ""
-
-
-def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
-    """Whether a convolution is the last of a residual branch and no norm follows it; None if that
-    is unknown.
-    """
-    users = flow.after(conv)
-    steps = {flow.steps[user] for user in users}
-    if len(users) == 1 and steps <= {"output", "call", "module"}:
-        return None
-    if len(users) != 1 or steps != {"addition"}:
-        return False
-    branches = [
-        reached(operand, lambda node: node.all_input_nodes) for operand in users[0].all_input_nodes
-    ]
-    # The branch that the convolution is on comes first.
-    branch, *others = sorted(branches, key=lambda nodes: conv not in nodes)
-    length = _convolutions(flow, branch.difference(*others))
-    longest = max((_convolutions(flow, other - branch) for other in others), default=0)
-    if length == longest:
-        return None
-    return length > longest
-
-
-def _convolutions(flow: Flow, nodes: Iterable[fx.Node]) -> int:
-    return sum(flow.steps[node] == "convolution" for node in nodes)
-
-
-def _standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
-    """Return the weight-standardized twin of a convolution, around its tensors.
-
-    Without `restore`, a learned scale starts where the block keeps the size that the initialization
-    gave it.
-    """
-    sizes = conv.in_channels, conv.out_channels, conv.kernel_size
-    placed = {"device": conv.weight.device, "dtype": conv.weight.dtype}
-    new = adopt(
-        _STANDARDIZED[type(conv)](*sizes, groups=conv.groups, scale=scale, strength=0.0, **placed),
-        conv,
-    )
-    if restore:
-        new.seed_restore()
-    else:
-        new.seed_scale()
-    return new
-
-
-def _said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
-    """Say how many convolutions are standardized and have a scale, which are left and why, and what
-    is unknown.
-    """
-    done = [row for row in rows if row.status == "converted"]
-    scaled = sum(row.options["scale"] for row in done)
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        by_reason[row.reason].append(row.name)
-    by_reason.pop("", None)
-    return [
-        f"{len(done)} of {len(rows)} convolutions are standardized, {scaled} of them with a "
-        "scale that is learned",
-        *(
-            f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})"
-            for why, names in by_reason.items()
-        ),
-    ]
 
 
 LN = BatchIndependentConverter(groups=1, proxy=False)
