@@ -130,114 +130,26 @@ def features(figure: Figure) -> None:
     legend(figure)
 
 
-def usual_way(figure: Figure) -> None:
-    """Top-1 by what most people do, by retrofit and by the best other way, in three situations."""
-    title = "## cifar10, 300 training pictures, {} "
-    small = "## cifar10, 500 training pictures, {} "
-    titles = ("dp.md", "## {}"), ("federated.md", title), ("evidence.md", small)
-    measured = {
-        name: situations(name, title.format(name), small.format(name)) for name in networks(*titles)
-    }
-    # A network is drawn once all of its bars are measured.
-    names = [name for name, groups in measured.items() if groups]
-    colours = {"usual way": TODAY, "best alternative tried": BASELINE, "retrofit": OURS}
-    figure.set_figheight(0.4 + 3.1 * len(names))
-    for axes, name in zip(np.atleast_1d(figure.subplots(len(names))), names, strict=True):
-        groups = measured[name]
-        place = 0.0
-        ticks = []
-        for bars in groups.values():
-            ticks.append(place + 0.2 * (len(bars) - 1))
-            for (label, value), colour in zip(bars, colours.values(), strict=True):
-                bar = axes.barh(place, value, 0.36, color=colour)
-                axes.bar_label(bar, [f"{value:.1f}  {label}"], padding=4, fontsize=9)
-                place += 0.4
-            place += 0.3
-        axes.set_yticks(ticks, groups)
-        axes.invert_yaxis()
-        axes.set_xlim(0, 120)
-        axes.set_xticks(range(0, 81, 20))
-        axes.spines["bottom"].set_bounds(0, 80)
-        axes.set_xlabel("top-1, %")
-        axes.grid(visible=False)
-        if len(names) > 1:
-            axes.set_title(NETWORKS[name])
-    handles = [mpl.patches.Patch(color=colour) for colour in colours.values()]
-    figure.legend(handles, list(colours), loc="outside upper center", ncols=3, frameon=False)
-
-
-def situations(network: str, clients: str, small: str) -> dict[str, list[tuple[str, float]]]:
-    """Return what each of three ways gives in each situation; nothing while a bar is not measured.
-
-    Args:
-        network: Which network.
-        clients: Title of its section of federated.md.
-        small: Title of its section of evidence.md.
-    """
-    dp = private("dp.md", network)
-    # As long as the others are trained, where that was measured.
-    alone = private("dp_longer.md", network) if network == LITE else dp
-    fixer = "Opacus's GroupNorm, norms and last layer"
-    federated = table("federated.md", "batch 8", clients)
-    head = table_head("evidence.md", small)
-    fine = {
-        name: number(cells[head.index("batch 8") - 1])
-        for name, cells in table("evidence.md", "batch ", small).items()
-        if name in (BATCHNORM, FROZEN)
-    }
-    needed = [(dp, (fixer, "8")), (alone, (HEAD, "8")), (dp, ("frozen, norms and last layer", "8"))]
-    needed += [(federated, row) for row in (BATCHNORM, FROZEN, "frozen")]
-    needed += [(fine, row) for row in (BATCHNORM, FROZEN)]
-    if not all(row in rows for rows, row in needed):
-        return {}
-    return {
-        "private training,\nepsilon 8": [
-            ("Opacus's fixer (norms, last layer)", dp[fixer, "8"]),
-            ("last layer alone", alone[HEAD, "8"]),
-            ("frozen (norms, last layer)", dp["frozen, norms and last layer", "8"]),
-        ],
-        "federated averaging": [
-            ("BatchNorm", number(federated[BATCHNORM][0])),
-            ("bn.eval()", number(federated[FROZEN][0])),
-            ("frozen", number(federated["frozen"][0])),
-        ],
-        "fine-tuning,\nbatches of 8": [
-            ("BatchNorm", fine[BATCHNORM]),
-            ("bn.eval()", fine[FROZEN]),
-            ("frozen", fine[FROZEN]),
-        ],
-    }
-
-
-def table_head(file: str, section: str) -> list[str]:
-    """Return the first cells of the columns of the first table of a section."""
-    text = (RESULTS / file).read_text()
-    lines = text[text.index(section) :].splitlines()
-    return cells_of(next(line for line in lines if line.startswith("| network")))
-
-
 def privacy(figure: Figure) -> None:
     """Top-1 after training with differential privacy, by epsilon."""
     top1 = private("dp.md", LITE)
+    longer = private("dp_longer.md", LITE)
     names = {
-        "Opacus's GroupNorm, norms and last layer": ("Opacus's own fixer", TODAY),
-        HEAD: ("last layer alone", BASELINE),
-        "ln, norms and last layer": ("retrofit ln", "#79b8ff"),
-        "frozen, norms and last layer": ("retrofit frozen", OURS),
+        "Opacus's GroupNorm, norms and last layer": ("Opacus's own fixer, 4 epochs", TODAY),
+        HEAD: ("last layer alone, 4 epochs", BASELINE),
+        "longer": ("last layer alone, 10 epochs", "#c9d1d9"),
+        "ln, norms and last layer": ("retrofit ln, 4 epochs", "#79b8ff"),
+        "frozen, norms and last layer": ("retrofit frozen, 4 epochs", OURS),
     }
+    top1["longer", "8"] = longer[HEAD, "8"]
     axes = figure.subplots()
     for place, (row, (label, colour)) in enumerate(names.items()):
-        places = [group + 0.2 * place for group in range(2)]
-        values = [top1[row, eps] for eps in ("8", "3")]
-        for bar in axes.bar(places, values, 0.18, color=colour, label=label):
-            axes.annotate(
-                f"{bar.get_height():.1f}",
-                (bar.get_x() + bar.get_width() / 2, bar.get_height()),
-                ha="center",
-                va="bottom",
-                fontsize=7,
-            )
-    axes.set_xticks([0.3, 1.3], ["epsilon 8", "epsilon 3"])
+        measured = [(group, eps) for group, eps in enumerate(("8", "3")) if (row, eps) in top1]
+        places = [group + 0.17 * place for group, _ in measured]
+        values = [top1[row, eps] for _, eps in measured]
+        bars = axes.bar(places, values, 0.155, color=colour, label=label)
+        axes.bar_label(bars, fmt="%.1f", fontsize=7)
+    axes.set_xticks([0.34, 1.34], ["epsilon 8", "epsilon 3"])
     axes.set_ylabel("test top-1, %")
     axes.axhline(10, color=BASELINE, linewidth=1, linestyle=":")
     axes.grid(visible=False, axis="x")
@@ -332,14 +244,23 @@ def by_strength(figure: Figure, function: Callable[[float], Tensor], title: str,
 
 
 def proxy(figure: Figure) -> None:
-    """What becomes of an activation whose channel rarely passes zero, by its proxy."""
-    gamma, beta = 0.5, 1.0
+    """What becomes of a ReLU whose beta moves in training: alone, and with its restored proxy."""
+    gamma, trained, moved = 0.5, 1.0, 0.0
     quantiles = torch.erfinv(torch.linspace(-1, 1, 2003)[1:-1]) * 2**0.5
-    of_proxy = torch.relu(gamma * quantiles + beta)
-    phi = torch.relu(gamma * H + beta)
-    normalized = (phi - of_proxy.mean()) / of_proxy.std()
-    title = "φ(y) at t = 0, (φ(y) - E) / √Var at t = 1\nReLU, y = 0.5 n + 1"
-    by_strength(figure, lambda t: (1 - t) * phi + t * normalized, title, "normalized value n")
+
+    def restored(beta: float) -> Tensor:
+        at_conversion = torch.relu(gamma * quantiles + trained)
+        today = torch.relu(gamma * quantiles + beta)
+        normalized = (torch.relu(gamma * H + beta) - today.mean()) / today.std()
+        return normalized * at_conversion.std() + at_conversion.mean()
+
+    axes = figure.subplots()
+    axes.plot(H, restored(trained), color=BASELINE, label="at conversion, β = 1: both")
+    axes.plot(H, torch.relu(gamma * H + moved), color=TODAY, label="β moved to 0: ReLU alone")
+    axes.plot(H, restored(moved), color=OURS, label="β moved to 0: with its proxy")
+    axes.set_title("ReLU of y = 0.5 n + β, t = 1")
+    axes.set_xlabel("normalized value n")
+    axes.legend(fontsize=9, frameon=False, handlelength=1)
 
 
 def path(figure: Figure) -> None:
@@ -386,7 +307,6 @@ def legend(figure: Figure, axes: Any = None) -> None:
 
 
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
-    "usual-way": (usual_way, (5.6, 3.5)),
     "before-training": (before_training, (5.6, 1.8)),
     "features": (features, (6.4, 2.2)),
     "strengths": (strengths, (5.2, 5.6)),

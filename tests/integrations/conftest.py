@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-CLIENTS = {"test_callbacks.py", "test_clients.py", "test_independence.py", "test_opacus.py"}
+CLIENTS = {
+    "test_callbacks.py",
+    "test_clients.py",
+    "test_independence.py",
+    "test_opacus.py",
+    "test_peft.py",
+}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
