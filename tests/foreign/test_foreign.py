@@ -10,7 +10,6 @@ where `export`, which writes the folded network, is refused.
 import collections
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,16 @@ from tests.foreign.networks import NETWORKS, build
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 STEPS = ("convert", "load", "fold", "plain", "export")
-# By network: what the one line says with which its conversion is refused.
-REFUSED = {
-    "smp Segformer mit_b0": "is LayerNorm on random inputs, but not on those of the shape that the network gives it",
+# What the one line says with which a step is refused.
+REFUSED_STEPS = {
+    # ONNX Runtime computes something else than PyTorch for convolutions that standardize their
+    # weights by F.batch_norm.
+    ("transformers Bit", "export"): "ONNX Runtime differs from PyTorch by",
+    # Its blocks are a function of autograd's with a backward pass of its own.
+    ("pytorchcv revnet38", "export"): "torch.export cannot capture the network",
+    # Its average pooling is of one pixel, in steps of two.
+    ("pytorchcv shakeshakeresnet26_2x32d_cifar100", "export"): "ONNX Runtime cannot run",
 }
-# ONNX Runtime computes something else than PyTorch for convolutions that standardize their weights
-# by F.batch_norm.
-REFUSED_STEPS = {("transformers Bit", "export"): "ONNX Runtime differs from PyTorch by"}
 
 
 def answers(
@@ -68,9 +70,10 @@ class Case:  # a converted network, and a method a step
         source, self.given = build(name)
         self.inputs = self.given if isinstance(self.given, Mapping) else (self.given,)
         self.target = target_of(source)
-        self.batch = (
-            2 if name.startswith("ultralytics") else None
-        )  # their heads keep the shape of the first call
+        # Heads keep the shape of the first call, TabNet splits a batch by its size, and torch.export
+        # needs a minute for diffusers' attention with any number of samples.
+        fixed = name.startswith(("ultralytics", "pytorch_tabnet", "diffusers"))
+        self.batch = 2 if fixed else None
         before = answers(source, self.given)
         self.model, self.report = retrofit.convert(source, self.target, inputs=self.inputs)
         assert_same(before, answers(self.model, self.given), 1e-4)
@@ -128,24 +131,21 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.param(name, step, id=f"{name}-{step}")
         for name in NETWORKS
         for step in STEPS
-        if name not in REFUSED and (step != "fold" or (name, "export") in REFUSED_STEPS)
+        if step != "fold" or (name, "export") in REFUSED_STEPS
     ],
     indirect=["case"],
 )
 def test_cell(case: Case, step: str) -> None:
     expected = REFUSED_STEPS.get((case.name, step))
-    with pytest.raises(RetrofitError, match=re.escape(expected)) if expected else nullcontext():
+    if expected is None:
         getattr(case, step)()
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusal(name: str, tmp_path: Path) -> None:
-    with pytest.raises(RetrofitError, match=re.escape(REFUSED[name])) as refusal:
-        Case(name, tmp_path)
+        return
+    with pytest.raises(RetrofitError, match=re.escape(expected)) as refusal:
+        getattr(case, step)()
     assert "\n" not in str(refusal.value)
 
 
 def test_the_documentation_counts_the_networks() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs" / "coverage.md").read_text().split())
-    right = len(NETWORKS) - len(REFUSED) - len(REFUSED_STEPS)
+    right = len(NETWORKS) - len(REFUSED_STEPS)
     assert f"{right} of {len(NETWORKS)} networks are right in all five steps" in page

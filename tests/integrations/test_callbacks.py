@@ -197,3 +197,15 @@ def test_transformers_goes_on_where_it_was_killed(to: str, tmp_path: Path) -> No
 def test_a_way_back_is_refused_before_the_training(name: str) -> None:
     with pytest.raises(retrofit.UsageError, match=r"cannot go there-and-back.*retrofit finetune"):
         getattr(retrofit.callbacks, name)(shape="there-and-back")
+
+
+def test_lightning_trains_with_loaders_whose_workers_are_spawned(tmp_path: Path) -> None:
+    module = Module(network("bnn"))
+    spawned: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    strength = retrofit.callbacks.LightningStrength(ramp=0.5)
+    options = {"max_epochs": 1, "callbacks": [strength], "default_root_dir": tmp_path}
+    by_lightning(
+        module, DataLoader(DATA, 128, **spawned), DataLoader(DATA, 256, **spawned), **options
+    )
+    assert [value for _, value in module.seen[-4:]][-1] == pytest.approx(1.0)
+    assert accuracy(module.net) > 0
