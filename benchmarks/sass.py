@@ -16,13 +16,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 
+from retrofit.layers.kernels import maps
 from retrofit.layers.kernels import triton as ours
 from retrofit.layers.kernels.plan import plan_of
 
@@ -37,22 +38,36 @@ LAYERS = {
     "gnn, channels_last": ((128, 3136, 32, 8), (1, 3), (1, 1, 32, 8)),
     "gnn, contiguous": ((128, 32, 8, 3136), (2, 3), (1, 32, 8, 1)),
 }
+# Maps by a scale and a shift: their kernels, and the activation in them
+_LN = (maps._moments, maps._map, maps._sums, maps._combine), 5
+_PROXY = maps._map, maps._map_back
+MAPS = {
+    "ln, channels_last": (*_LN, ((128, 3136, 256), (1,), (1, 1, 256))),
+    "ln, contiguous": (*_LN, ((128, 256, 3136), (2,), (1, 256, 1))),
+    "ProxyNorm ReLU, channels_last": (_PROXY, 0, ((128 * 3136, 256), (0,), (1, 256))),
+    "ProxyNorm SiLU, channels_last": (_PROXY, 3, ((128 * 3136, 256), (0,), (1, 256))),
+    "ProxyNorm ReLU, contiguous": (_PROXY, 0, ((128, 256, 3136), (0, 2), (1, 256, 1))),
+}
 _ELEMENTS = ("Out", "X", "Grad", "GradX")
 _TYPES = {
-    **dict.fromkeys((*ours._NUMBERS, "entries"), "i32"),
-    **dict.fromkeys(("unit", "alpha", "noise", "eps", "momentum"), "fp32"),
+    **dict.fromkeys(maps._NUMBERS, "i32"),
+    **dict.fromkeys(("unit", "alpha", "noise", "eps", "momentum", "first", "second"), "fp32"),
     **dict.fromkeys(("Code", "Batches", "Momentum"), "*i64"),
     "Seed": "*i32",
 }
 _NOISE = ("Seed",)
 
 
+# Operations of a loop for a tile, by name: fractions where it takes several tiles at once
+Operations = collections.Counter[str]
+
+
 class Built(NamedTuple):
     """A launch's machine code: of each loop over elements, its operations an element."""
 
-    loops: list[collections.Counter[str]]
+    loops: list[Operations]
     # Those that stand for a loop where a p of some set is near 0, and a series is needed
-    rare: list[collections.Counter[str]]
+    rare: list[Operations]
     elements: int
     resources: dict[str, int]
 
@@ -93,11 +108,15 @@ def built(
     dtype: str = "bf16",
     capability: int = 90,
     absent: tuple[str, ...] = _NOISE,
+    activation: int | None = None,
 ) -> Built:
     """Compile a launch as a real one is: the same tile, warps and divisibility."""
     plan = plan_of(*layer, PROCESSORS)
     assert plan is not None
-    constants = {"TILE": plan.tile} | dict.fromkeys((*absent, "Momentum"))
+    constants = {"TILE": plan.tile, "KIND": activation} | dict.fromkeys((*absent, "Momentum"))
+    if kernel in _PROXY:
+        # Which scale and shift by themselves
+        constants |= dict.fromkeys(("Mean", "Var"))
     types = _TYPES | dict.fromkeys(_ELEMENTS, f"*{dtype}")
     names = kernel.arg_names
     signature = {
@@ -113,11 +132,14 @@ def built(
     options = ours.launch_options(kernel, plan)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     elements = plan.tile.rows * plan.tile.cols // (32 * options["num_warps"])
-    return _read(compiled, elements, plan.tile.single)
+    bits = elements * int(dtype[-2:]) * sum(name in names for name in ("X", "Grad"))
+    return _read(compiled, elements, bits, plan.tile.single)
 
 
-def _read(compiled: Any, elements: int, straight: bool) -> Built:
-    """Disassemble; a kernel whose sets fit a tile has no loop, and counts as one."""
+def _read(compiled: Any, elements: int, bits: int, straight: bool) -> Built:
+    """Disassemble; a kernel whose sets fit a tile has no loop, and counts as one. A thread has some
+    elements of a tile, and reads so many bits for them.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -126,12 +148,23 @@ def _read(compiled: Any, elements: int, straight: bool) -> Built:
     used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
     used["SHARED"] += compiled.metadata.shared
     code, spans = _loops(text)
-    bodies = [code] if straight else [code[start:end] for start, end in spans]
-    counted = [collections.Counter(body) for body in bodies]
+    if straight:
+        counted = [collections.Counter(code)]
+    else:
+        counted = [_rolled(collections.Counter(code[a:b]), bits) for a, b in spans]
     return Built(*_usual([loop for loop in counted if _over_elements(loop)]), elements, used)
 
 
-def _usual(loops: list[collections.Counter[str]]) -> tuple[list[Any], list[Any]]:
+def _rolled(loop: Operations, bits: int) -> Operations:
+    """Return the operations of a loop for a tile, where the compiler takes several at once."""
+    wide = sum(
+        int(op[-3:].strip(".")) * loop[op] for op in loop if re.match(r"LDG.*\.(64|128)$", op)
+    )
+    tiles = max(1, wide // bits)
+    return collections.Counter({op: n / tiles for op, n in loop.items()})
+
+
+def _usual(loops: list[Operations]) -> tuple[list[Any], list[Any]]:
     """Return loops, the shorter of two that raise to powers and access the same; and by what the
     longer one, with a series, exceeds it.
     """
@@ -176,7 +209,7 @@ def _loops(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     return code, inner
 
 
-def _over_elements(loop: collections.Counter[str]) -> bool:
+def _over_elements(loop: Operations) -> bool:
     """Whether a loop goes over elements; others add up parts, number by number and past L1."""
     loads = [name for name in loop if name.startswith("LDG")]
     return bool(loads) and not any("STRONG" in name for name in loads)
@@ -191,18 +224,31 @@ def _shown(code: Built) -> str:
     )
 
 
+def print_all(label: str, launched: Iterable[tuple[str, Built]]) -> None:
+    """Print a line for each launch, and their sum."""
+    total = extra = 0.0
+    for name, code in launched:
+        total += code.instructions
+        extra += code.extra
+        print(f"{label} {name}: {_shown(code)}", flush=True)
+    print(f"{label}: {total:.0f} (+ {extra:.0f}) an element in all", flush=True)
+
+
 def main() -> None:
     for capability in map(int, sys.argv[1:] or (80, 90, 100)):
-        for name, layer in LAYERS.items():
-            for dtype in ("bf16", "fp32"):
-                total = extra = 0.0
-                label = f"sm_{capability} {name} {dtype}"
-                for kernel in launches(*layer):
-                    code = built(kernel, layer, dtype, capability)
-                    total += code.instructions
-                    extra += code.extra
-                    print(f"{label} {kernel.__name__}: {_shown(code)}", flush=True)
-                print(f"{label}: {total:.0f} (+ {extra:.0f}) an element in all", flush=True)
+        for dtype in ("bf16", "fp32"):
+            for name, layer in LAYERS.items():
+                codes = (
+                    (kernel.__name__, built(kernel, layer, dtype, capability))
+                    for kernel in launches(*layer)
+                )
+                print_all(f"sm_{capability} {name} {dtype}", codes)
+            for name, (kernels, kind, layer) in MAPS.items():
+                codes = (
+                    (kernel.__name__, built(kernel, layer, dtype, capability, activation=kind))
+                    for kernel in kernels
+                )
+                print_all(f"sm_{capability} {name} {dtype}", codes)
 
 
 if __name__ == "__main__":

@@ -78,26 +78,26 @@ def _phi(x, first, second, KIND: tl.constexpr):
 
 @triton.jit
 def _standardization(Mean, Var, at, eps):
-    """Return mean and 1 / std of each set, None where x is not standardized."""
+    """Return mean and 1 / std of each set, nothing where x is not standardized."""
     if Mean is None:
-        return None, 1.0
+        return ()
     else:
         rstd = 1 / tl.sqrt(_number(Var, at.sets, at.valid, 1.0) + eps)
         return _number(Mean, at.sets, at.valid, 0.0), rstd
 
 
 @triton.jit
-def _phi_of(X, tile, mean, rstd, activation, TILE: tl.constexpr):
+def _phi_of(X, tile, standard, activation, TILE: tl.constexpr):
     x = _load(X, tile, TILE)
-    if mean is not None:
-        x = (x - mean) * rstd
+    if len(standard) == 2:
+        x = (x - standard[0]) * standard[1]
     return _phi(x, activation[1], activation[2], activation[0])
 
 
 @triton.jit
 def _mapped(tile, given, sums, TILE: tl.constexpr):
-    Out, X, mean, rstd, activation, scale, shift = given
-    y, _ = _phi_of(X, tile, mean, rstd, activation, TILE)
+    Out, X, standard, activation, scale, shift = given
+    y, _ = _phi_of(X, tile, standard, activation, TILE)
     _store(Out, tile, y * scale + shift, TILE)
     return sums
 
@@ -111,15 +111,15 @@ def _map(
     """Write phi((x - mean) / std) * scale + shift."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
     scale, shift = _number(Scale, at.sets, at.valid, 1.0), _number(Shift, at.sets, at.valid, 0.0)
-    mean, rstd = _standardization(Mean, Var, at, eps)
-    _over(at, _mapped, (Out, X, mean, rstd, (KIND, first, second), scale, shift), (), TILE)
+    standard = _standardization(Mean, Var, at, eps)
+    _over(at, _mapped, (Out, X, standard, (KIND, first, second), scale, shift), (), TILE)
 
 
 @triton.jit
 def _mapped_back(tile, given, sums, TILE: tl.constexpr):
-    GradX, X, Grad, mean, rstd, activation, factor = given
+    GradX, X, Grad, standard, activation, factor = given
     g = _load(Grad, tile, TILE)
-    y, slope = _phi_of(X, tile, mean, rstd, activation, TILE)
+    y, slope = _phi_of(X, tile, standard, activation, TILE)
     _store(GradX, tile, g * factor * slope, TILE)
     return sums[0] + _kept(g * y, tile, 0.0, TILE), sums[1] + g
 
@@ -132,9 +132,11 @@ def _map_back(
 ):  # fmt: skip
     """Write the gradient of x, and leave sums of grad * phi and of grad."""
     at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    mean, rstd = _standardization(Mean, Var, at, eps)
-    factor = _number(Scale, at.sets, at.valid, 1.0) * rstd
-    given = GradX, X, Grad, mean, rstd, (KIND, first, second), factor
+    standard = _standardization(Mean, Var, at, eps)
+    factor = _number(Scale, at.sets, at.valid, 1.0)
+    if len(standard) == 2:
+        factor *= standard[1]
+    given = GradX, X, Grad, standard, (KIND, first, second), factor
     of_scale, of_shift = _over(at, _mapped_back, given, (_zeros(TILE), _zeros(TILE)), TILE)
     _leave_affine(Sums, at, of_scale, TILE)
     _leave_affine(Sums + entries, at, of_shift, TILE)

@@ -117,39 +117,25 @@ def _normal(position, Seed):
 # The transform
 
 
-class _Power(NamedTuple):
-    """psi at a set's lambda = 1 + change, for its two signs: p = 1 + change and 1 - change.
+@triton.jit
+def _power(change):
+    """Return what psi takes at a set's lambda = 1 + change, for its two signs: p = 1 + change and
+    1 - change.
 
     expm1(p * l) = a * E + (E - 1) with E = exp((p - 1) * l), which is 1 at change 0, where psi is
     the identity to the bit. Where one p is near 0, it loses its digits: there, E = exp(p * l).
+
+    These are exponents of E, by sign; sign / p; 1 where E = exp((p - 1) * l), else 0; and the
+    |p * l| below which a series stands for expm1. Where no p is near 0, the first four will do. (A
+    tuple without names: those of one within another are lost in older Tritons.)
     """
-
-    # exponents of E, by sign
-    up: Any
-    down: Any
-    # sign / p
-    by_up: Any
-    by_down: Any
-    # 1 where E = exp((p - 1) * l), else 0; and |p * l| below which a series stands for expm1
-    usual: Any
-    small: Any
-
-
-@triton.jit
-def _power(change):
     up, down = 1 + change, 1 - change
     near = (tl.abs(up) < _SMALL_POWER) | (tl.abs(down) < _SMALL_POWER)
     by_up = 1 / tl.where(up == 0, 1e-20, up)
     by_down = -1 / tl.where(down == 0, 1e-20, down)
-    exponents = tl.where(near, up, change), tl.where(near, down, -change)
     usual, small = tl.where(near, 0.0, 1.0), tl.where(near, _SMALL, 0.0)
-    return _Power(exponents[0], exponents[1], by_up, by_down, usual, small)
-
-
-@triton.jit
-def _far(power):
-    """Return a power where no p is near 0: without the choice of exponents, and without series."""
-    return _Power(power.up, power.down, power.by_up, power.by_down, None, None)
+    up, down = tl.where(near, up, change), tl.where(near, down, -change)
+    return up, down, by_up, by_down, usual, small
 
 
 class _Psi(NamedTuple):
@@ -173,21 +159,22 @@ class _Psi(NamedTuple):
 @triton.jit
 def _psi(h, power):
     """Return psi(h; lambda) and what its derivatives share."""
+    up, down, by_up, by_down = power[:4]
     a = tl.abs(h)
     negative = h < 0
     log2 = _log2(1 + a)
     log = log2 * _LN2
-    exponent = tl.where(negative, power.down, power.up)
-    inverse = tl.where(negative, power.by_down, power.by_up)
+    exponent = tl.where(negative, down, up)
+    inverse = tl.where(negative, by_down, by_up)
     grown = _exp2(exponent * log2)
     signed = tl.where(negative, -log, log)
     u = exponent * log
-    if power.small is None:
+    if len(power) == 4:
         growth = a * grown + (grown - 1)
         y = growth * inverse
     else:
-        growth = a * power.usual * grown + (grown - 1)
-        y = tl.where(tl.abs(u) < power.small, signed * _polynomial(u, _GROWTH), growth * inverse)
+        growth = a * power[4] * grown + (grown - 1)
+        y = tl.where(tl.abs(u) < power[5], signed * _polynomial(u, _GROWTH), growth * inverse)
     return _Psi(y, a, log2, log, signed, negative, grown, growth, inverse, u)
 
 
@@ -211,12 +198,12 @@ def _pulls(h, g, power, slopes):
     psi = _psi(h, power)
     inverse = _exp2(-psi.log2)
     by_lmbda = psi.inverse * (psi.signed * (psi.growth + 1) - psi.y)
-    if power.small is None:
+    if len(power) == 4:
         direct = g * psi.grown
     else:
-        direct = g * psi.grown * (inverse + power.usual * (1 - inverse))
+        direct = g * psi.grown * (inverse + power[4] * (1 - inverse))
         series = psi.log * psi.log * _polynomial(psi.u, _SLOPE)
-        by_lmbda = tl.where(tl.abs(psi.u) < power.small, series, by_lmbda)
+        by_lmbda = tl.where(tl.abs(psi.u) < power[5], series, by_lmbda)
     moved = _tendencies(
         h, psi.a, psi.log, psi.negative, inverse, slopes[0], slopes[1], slopes[2], slopes[3]
     )
@@ -423,10 +410,10 @@ def _over_by_power(
     # Apart, for the first is decided when this is compiled
     if TILE.single:  # noqa: SIM114
         sums = OVER(at, FORMULA, given + (power,), sums, TILE)
-    elif tl.max(power.small) > 0:
+    elif tl.max(power[5]) > 0:
         sums = OVER(at, FORMULA, given + (power,), sums, TILE)
     else:
-        sums = OVER(at, FORMULA, given + (_far(power),), sums, TILE)
+        sums = OVER(at, FORMULA, given + (power[:4],), sums, TILE)
     return sums
 
 
@@ -441,7 +428,10 @@ def _number(P, place, mask, instead):
 
 @triton.jit
 def _zeros(TILE: tl.constexpr):
-    return tl.zeros([TILE.rows, TILE.cols], tl.float32)
+    # Older Tritons list no plain numbers
+    ROWS: tl.constexpr = TILE.rows
+    COLS: tl.constexpr = TILE.cols
+    return tl.zeros([ROWS, COLS], tl.float32)
 
 
 @triton.jit
@@ -450,10 +440,12 @@ def _of_lanes(lanes, LARGEST: tl.constexpr, TILE: tl.constexpr):
     if TILE.merge == 1:
         return lanes
     else:
-        merged = tl.reshape(lanes, [TILE.cols // TILE.merge, TILE.merge])
+        COLS: tl.constexpr = TILE.cols
+        MERGE: tl.constexpr = TILE.merge
+        merged = tl.reshape(lanes, [COLS // MERGE, MERGE])
         of_sets = tl.max(merged, 1) if LARGEST else tl.sum(merged, 1)
-        wide = tl.broadcast_to(of_sets[:, None], [TILE.cols // TILE.merge, TILE.merge])
-        return tl.reshape(wide, [1, TILE.cols])
+        wide = tl.broadcast_to(of_sets[:, None], [COLS // MERGE, MERGE])
+        return tl.reshape(wide, [1, COLS])
 
 
 @triton.jit

@@ -215,6 +215,13 @@ CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, 
 MOST = {"REG": 255, "STACK": 64, "SHARED": 16 * 1024}
 # Instructions an element, forward and backward
 INSTRUCTIONS = {"bnn, channels_last": 150, "bnn, contiguous": 150}
+OF_MAPS = {
+    "ln, channels_last": 50,
+    # A set of 3136 takes a tile of 4096
+    "ln, contiguous": 55,
+    "ProxyNorm ReLU, channels_last": 30,
+    "ProxyNorm ReLU, contiguous": 30,
+}
 
 
 @pytest.mark.slow
@@ -237,12 +244,24 @@ _CHANNELS_LAST = sass.LAYERS["bnn, channels_last"]
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_instructions_and_the_width_of_accesses(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_instructions_and_the_width_of_accesses(name: str, dtype: str, capability: int) -> None:
     layer = sass.LAYERS[name]
-    launches = [sass.built(kernel, layer, dtype) for kernel in sass.launches(*layer)]
+    launches = [sass.built(kernel, layer, dtype, capability) for kernel in sass.launches(*layer)]
     assert sum(launch.instructions for launch in launches) <= INSTRUCTIONS[name]
     for launch in launches:
         accesses = {op for loop in launch.loops for op in loop if op[:3] in ("LDG", "STG")}
         assert all("64" in access or "128" in access for access in accesses)
         assert launch.count("CALL") == 0
         assert launch.resources["REG"] <= 128
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
+@pytest.mark.parametrize("name", OF_MAPS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_instructions_of_maps(name: str, dtype: str) -> None:
+    every, activation, layer = sass.MAPS[name]
+    launches = [sass.built(kernel, layer, dtype, activation=activation) for kernel in every]
+    assert sum(launch.instructions for launch in launches) <= OF_MAPS[name]
+    assert all(launch.count("CALL") == 0 for launch in launches)
