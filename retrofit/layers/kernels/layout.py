@@ -169,13 +169,11 @@ def geometry_of(
     """
     *axes, lane = _axes(shape, affine)
     columns = len(axes) not in dims
-    within = [axis for d, axis in enumerate(axes) if d in dims]
-    between = [axis for d, axis in enumerate(axes) if d not in dims]
-    runs = _innermost(within)
-    inner = Axis(1) if columns else _innermost(between)
-    outer = _innermost(between)
-    more = bool(within or between)
-    if more or outer.affine or (columns and lane.affine and runs.affine):
+    loops = _loops(axes, dims, columns)
+    if loops is None:
+        return None
+    outer, inner, runs = loops
+    if outer.affine or (columns and lane.affine and runs.affine):
         return None
     share = 1
     if beside and not columns and lane.size <= width and _lie_beside(inner, runs, lane):
@@ -195,6 +193,20 @@ def _axes(shape: tuple[int, ...], affine: tuple[int, ...]) -> list[Axis]:
         step = math.prod(affine[d + 1 :]) if affine[d] != 1 else 0
         axes.append(Axis(n, math.prod(shape[d + 1 :]), step))
     return axes
+
+
+def _loops(
+    axes: list[Axis], dims: tuple[int, ...], columns: bool
+) -> tuple[Axis, Axis, Axis] | None:
+    """Return the two loops from set to set, of which columns have one, and that through a set; None
+    where there are more.
+    """
+    within = [axis for d, axis in enumerate(axes) if d in dims]
+    between = [axis for d, axis in enumerate(axes) if d not in dims]
+    runs = _innermost(within)
+    inner = Axis(1) if columns else _innermost(between)
+    outer = _innermost(between)
+    return None if within or between else (outer, inner, runs)
 
 
 def _innermost(axes: list[Axis]) -> Axis:
