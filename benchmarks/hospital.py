@@ -34,18 +34,18 @@ from harness import (
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "privacy.md"
-FIX = 'model = ModuleValidator.fix(public, to="frozen")'
+FIX = 'model = ModuleValidator.fix(public, to="frozen").train()'
 TRAINED = "trained = [*norms, model.get_classifier()]"
 ARMS = {
     "norms and last layer, `frozen`": {},
     "the last layer alone": {TRAINED: "trained = [model.get_classifier()]"},
     # Opacus's fixer, without retrofit's; `norms` are the GroupNorms that it makes.
     "norms and last layer, Opacus's own GroupNorm": {
-        FIX: "model = public\n"
+        FIX: "model = public.train()\n"
         "for name, layer in list(model.named_modules()):\n"
         "    if isinstance(layer, torch.nn.BatchNorm2d):\n"
-        "        model.set_submodule(name, opacus.validators.batch_norm.fix(layer))",
-        "import timm\n": "import opacus.validators.batch_norm\nimport timm\n",
+        "        model.set_submodule(name, opacus_fix(layer))",
+        "import timm\n": "import timm\nfrom opacus.validators.batch_norm import fix as opacus_fix\n",
     },
 }
 STEP = """
