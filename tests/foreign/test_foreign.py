@@ -32,11 +32,8 @@ REFUSED_STEPS = {
     # ONNX Runtime computes something else than PyTorch for convolutions that standardize their
     # weights by F.batch_norm.
     ("transformers Bit", "export"): "ONNX Runtime differs from PyTorch by",
-    # The same of its sparsemax.
     ("pytorch_tabnet TabNet", "export"): "ONNX Runtime differs from PyTorch by",
-    # Its blocks are a function of autograd's with a backward pass of its own.
     ("pytorchcv revnet38", "export"): "torch.export cannot capture the network",
-    # Its average pooling is of one pixel, in steps of two.
     ("pytorchcv shakeshakeresnet26_2x32d_cifar100", "export"): "ONNX Runtime cannot run",
 }
 
