@@ -1,7 +1,7 @@
 """What works from the wheel alone, without extras: run in an environment that holds nothing else.
 
-python bare.py             convert, save, load, fold, strength, Opacus's fixer; the extra that a command needs
-python bare.py README.md   the Python blocks of the page (with the extras)
+python bare.py             convert, save, load, fold, strength, Opacus's fixer; the extra that a
+command needs python bare.py README.md   the Python blocks of the page (with the extras)
 """
 
 import os

@@ -52,8 +52,8 @@ _SEVERAL = {
     "native_group_norm_backward": 4,
     "_scaled_dot_product_flash_attention_backward": 3,
 }
-# Reads and writes of our kernels, in tensors as large as the input; those of a kernel whose sets fit
-# a tile, which it then reads once
+# Reads and writes of our kernels, in tensors as large as the input; those of a kernel whose sets
+# fit a tile, which it then reads once
 _PASSES = {
     **dict.fromkeys(("_statistics", "_estimate", "_noise", "_moments"), (1, 0)),
     **dict.fromkeys(("_write", "_map"), (1, 1)),

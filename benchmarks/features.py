@@ -1,5 +1,5 @@
-r"""How much of a trained network's features each batch-independent target keeps with no training, at
-full strength: for networks without a classifier too.
+r"""How much of a trained network's features each batch-independent target keeps with no training,
+at full strength: for networks without a classifier too.
 
     python benchmarks/features.py --photos photos.tar \
         --network tf_efficientnet_lite0 efficientnet-lite0.pth \

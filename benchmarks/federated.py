@@ -1,5 +1,5 @@
-r"""Federated averaging of a trained network: BatchNorm, frozen statistics, and layers that do not use
-the batch.
+r"""Federated averaging of a trained network: BatchNorm, frozen statistics, and layers that do not
+use the batch.
 
     python benchmarks/federated.py --checkpoint efficientnet-lite0.pth --train train.tar \
         --test test.tar --arms bn bn-frozen ln ln-pn

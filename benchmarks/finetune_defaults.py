@@ -1,4 +1,5 @@
-r"""Do the defaults of `retrofit finetune` carry every target off the ground on a folder of 200 images?
+r"""Do the defaults of `retrofit finetune` carry every target off the ground on a folder of 200
+images?
 
     python benchmarks/finetune_defaults.py --checkpoint efficientnet-lite0.pth --train train.tar \
         --test test.tar
@@ -66,7 +67,9 @@ def run(args: argparse.Namespace, folder: Path, key: Line) -> Line:
 
 
 def cell(lines: list[Line]) -> str:
-    """Return the last epoch's accuracy of a run, if there is one; marked if the run warned of it."""
+    """Return the last epoch's accuracy of a run, if there is one; marked if the run warned of
+    it.
+    """
     if not lines:
         return ""
     return f"{lines[0]['top1'][-1]:.1f}{' (warned)' if lines[0]['warned'] else ''}"

@@ -1,4 +1,5 @@
-r"""README's first run, with several seeds: ImageNet weights on scikit-learn's digits in batches of 2.
+r"""README's first run, with several seeds: ImageNet weights on scikit-learn's digits in batches of
+2.
 
     python benchmarks/first_run.py --checkpoint efficientnet-lite0.pth
     python benchmarks/first_run.py --table
@@ -100,8 +101,8 @@ def main() -> None:
                 done(arm, rate, seed)
     lines = recorded.lines()
     note = (
-        "Top-1 in percent of 360 of scikit-learn's digits, mean ± standard error over seeds: tf_efficientnet_lite0 with "
-        "ImageNet weights, fine-tuned on 503 other digits at 64 px in batches of 2, two epochs. CPU seconds are of "
+        "Top-1 in percent of 360 of scikit-learn's digits, mean ± standard error over seeds: tf_efficientnet_lite0 "
+        "with ImageNet weights, fine-tuned on 503 other digits at 64 px in batches of 2, two epochs. CPU seconds are of "
         "the whole commands, start of Python included."
     )
     publish(args.out, [note, "", *machines(lines), "", *table(lines)])

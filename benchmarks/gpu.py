@@ -160,7 +160,9 @@ class Day:
                 raise RuntimeError(last)
 
     def agreement(self) -> None:
-        """Compare each layer by Triton with eager float64, next to what eager has in the same type."""
+        """Compare each layer by Triton with eager float64, next to what eager has in the same
+        type.
+        """
         shape = (2, 8, 3, 3) if self.args.dry else (16, 64, 56, 56)
         layers: dict[str, Callable[[], nn.Module]] = {
             "BatchNormalNorm2d": lambda: BatchNormalNorm2d(shape[1], noise=0.0),

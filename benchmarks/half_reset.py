@@ -1,5 +1,5 @@
-r"""Deep re-training: the later half of a trained network starts from random weights, and all of it is
-trained.
+r"""Deep re-training: the later half of a trained network starts from random weights, and all of it
+is trained.
 
     python benchmarks/half_reset.py --checkpoint efficientnet-lite0.pth --train train.tar \
         --test test.tar --arms bn bn-frozen ln ln-pn gn-pn

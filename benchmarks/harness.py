@@ -1,7 +1,8 @@
-"""What the scripts share: their command line, the runs they record, and tables of paired differences.
+"""What the scripts share: their command line, the runs they record, and tables of paired
+differences.
 
-A run is a line of JSON: what tells it from the others (its key), what was measured, and the machine.
-A script that is started again goes on with the runs that have no line yet.
+A run is a line of JSON: what tells it from the others (its key), what was measured, and the
+machine. A script that is started again goes on with the runs that have no line yet.
 """
 
 from __future__ import annotations

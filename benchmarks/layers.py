@@ -76,7 +76,9 @@ class Plain(nn.Module):
         return y * self.weight.view(affine) + self.bias.view(affine)
 
     def estimate(self, h: Tensor) -> Tensor:
-        """One Newton step from lambda = 1 on the negative log-likelihood (the paper's appendix D)."""
+        """One Newton step from lambda = 1 on the negative log-likelihood (the paper's appendix
+        D).
+        """
         a, s = h.abs(), torch.where(h < 0, -1.0, 1.0)
         log = torch.log1p(a)
         d = (1 + a) * log - a

@@ -1,5 +1,5 @@
-r"""How much of what a conversion loses comes back in minutes: the source teaches on a few unlabelled
-photographs.
+r"""How much of what a conversion loses comes back in minutes: the source teaches on a few
+unlabelled photographs.
 
     python benchmarks/quick_recover.py --checkpoint efficientnet-lite0.pth --photos photos.tar \
         --class-map classes.txt

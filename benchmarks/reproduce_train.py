@@ -1,5 +1,5 @@
-"""A run of reproduce.py: a network trained from scratch as the authors do, epoch by epoch, so that a run
-that was stopped goes on from its last one.
+"""A run of reproduce.py: a network trained from scratch as the authors do, epoch by epoch, so that
+a run that was stopped goes on from its last one.
 """
 
 from __future__ import annotations

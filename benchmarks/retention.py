@@ -1,5 +1,5 @@
-r"""How much of a trained network's accuracy each batch-independent target keeps with no training, at
-full strength.
+r"""How much of a trained network's accuracy each batch-independent target keeps with no training,
+at full strength.
 
     python benchmarks/retention.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar \
         --class-map classes.txt

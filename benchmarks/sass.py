@@ -3,10 +3,10 @@
     python benchmarks/sass.py [capability ...]
 
 It needs triton, no GPU. A line is a launch: instructions an element in its loops over elements (and
-how many more where a set's power is near 0 and needs a series), registers, bytes of stack (spilled registers), the widths of its accesses, and calls of subroutines
-in a loop (a 64-bit division is one of 60 to 100 instructions). An H100 issues 132 x 128 x 1.8e9 =
-3e13 instructions a second: 100 instructions an element take 3.3 ps, the time in which 4 TB/s move
-13 bytes.
+how many more where a set's power is near 0 and needs a series), registers, bytes of stack (spilled
+registers), the widths of its accesses, and calls of subroutines in a loop (a 64-bit division is one
+of 60 to 100 instructions). An H100 issues 132 x 128 x 1.8e9 = 3e13 instructions a second: 100
+instructions an element take 3.3 ps, the time in which 4 TB/s move 13 bytes.
 """
 
 from __future__ import annotations

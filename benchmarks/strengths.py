@@ -1,5 +1,5 @@
-r"""Top-1 against strength, 0 to 1, before any training: what each target makes of a trained network on
-the way.
+r"""Top-1 against strength, 0 to 1, before any training: what each target makes of a trained network
+on the way.
 
     python benchmarks/strengths.py --checkpoint efficientnet-lite0.pth --data-dir photos.tar \
         --class-map classes.txt --unlabelled more-photos.tar

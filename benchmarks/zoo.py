@@ -104,7 +104,9 @@ def planned(model: Any, to: str) -> dict[str, Any]:
 
 
 def plan_of(model: Any, norms: list[Any], to: str) -> Any:
-    """Return the plan of a conversion; one that converts nothing where there is nothing to convert."""
+    """Return the plan of a conversion; one that converts nothing where there is nothing to
+    convert.
+    """
     from retrofit import RetrofitError
     from retrofit.surgery import LayerRow, Plan, plan
 

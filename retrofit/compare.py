@@ -79,7 +79,9 @@ class Comparison:
         return math.inf
 
     def problem(self, what: str = "the converted network is not the function of its source") -> str:
-        """Return a sentence on the difference; empty where there is none, or nothing was compared."""
+        """Return a sentence on the difference; empty where there is none, or nothing was
+        compared.
+        """
         if not self.differs:
             return ""
         place = ""
@@ -343,7 +345,9 @@ class Reference:
         return max((self._result(group, zero=zero) for group in pairs.values()), key=_BY_SHARE)
 
     def _compare_layer(self, name: str, kept: list[tuple[torch.Size, Tensor]]) -> Comparison:
-        """Compare what one layer put out, which may be called more often than it was, and not less."""
+        """Compare what one layer put out, which may be called more often than it was, and not
+        less.
+        """
         ours = self._layers[name]
         if len(kept) < len(ours):
             return Comparison(math.inf, 0.0, self.tolerance, where=name)

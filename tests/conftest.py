@@ -22,7 +22,9 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def command_line() -> CliRunner:
-    """A runner whose results hold stdout and stderr apart, which click 8.1 does on request alone."""
+    """A runner whose results hold stdout and stderr apart, which click 8.1 does on request
+    alone.
+    """
     apart = {"mix_stderr": False}
     return CliRunner(**apart if "mix_stderr" in signature(CliRunner).parameters else {})
 

@@ -86,7 +86,8 @@ def faults_of(run: Callable[[], object]) -> list[Fault]:
 
 @contextmanager
 def injected(fault: Fault) -> Iterator[None]:
-    """Raise a fault in the body and take it, or the RetrofitError that it became, as the body's end.
+    """Raise a fault in the body and take it, or the RetrofitError that it became, as the body's
+    end.
 
     The body may also survive it, but an interrupt has to come out.
     """

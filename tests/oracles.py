@@ -81,7 +81,9 @@ def normality_norm(
 def sample_moments(
     phi: Callable[..., np.ndarray], mean: float, std: float, samples: int = 256
 ) -> tuple[float, float]:
-    """Mean and variance of phi over the paper's samples of N(mean, std^2), uniform in probability."""
+    """Mean and variance of phi over the paper's samples of N(mean, std^2), uniform in
+    probability.
+    """
     values = phi(mean + std * norm.ppf((np.arange(samples) + 0.5) / samples))
     return float(np.mean(values)), float(np.var(values))
 

@@ -1,4 +1,6 @@
-"""One place for an option: the signatures, the flags, the record and the checks all come from it."""
+"""One place for an option: the signatures, the flags, the record and the checks all come from
+it.
+"""
 
 import inspect
 from contextlib import nullcontext

@@ -1,4 +1,6 @@
-"""Looking at a network changes nothing that its code can reach, whatever that keeps of its calls."""
+"""Looking at a network changes nothing that its code can reach, whatever that keeps of its
+calls.
+"""
 
 import collections
 import functools

@@ -239,9 +239,9 @@ class _Search(Flows):
         """What tells which norm it is where an activation of several norms is called.
 
         Returns:
-            The expression in the activation's code that calls the norm, or a block that returns what
-            the norm does, and the name of the norm or block. None if the expression is not what was
-            called on every call.
+            The expression in the activation's code that calls the norm, or a block that returns
+            what the norm does, and the name of the norm or block. None if the expression is not
+            what was called on every call.
         """
         code = activation.code
         calls = [_call_in(code, *step) for step in self.norms[norm]]

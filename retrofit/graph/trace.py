@@ -298,8 +298,8 @@ def _only_allowed(callers: list[FrameType]) -> bool | None:
 
 @functools.lru_cache(maxsize=4096)
 def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]]:
-    """Return a function's steps, by offset, and the offsets of those that lead to a `raise`, with no
-    other way.
+    """Return a function's steps, by offset, and the offsets of those that lead to a `raise`, with
+    no other way.
     """
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
     raising: set[int] = set()

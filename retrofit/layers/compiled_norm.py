@@ -1,7 +1,7 @@
 """Batch normality normalization as operators that a compiler takes as they are.
 
-torch.compile's own kernels for the formulas read x many times. Where Triton's kernels are chosen for
-a tensor, the compiled layer is one operator forwards and one backwards in their place. Running
+torch.compile's own kernels for the formulas read x many times. Where Triton's kernels are chosen
+for a tensor, the compiled layer is one operator forwards and one backwards in their place. Running
 statistics are moved outside, for an operator with a derivative writes to none of its inputs.
 """
 

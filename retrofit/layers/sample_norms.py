@@ -105,7 +105,9 @@ class LayerNormalNorm2d(LayerNormalNorm):
 
 
 class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
-    """Layer normality normalization, then `drop` and `act`: the counterpart of timm's LayerNormAct."""
+    """Layer normality normalization, then `drop` and `act`: the counterpart of timm's
+    LayerNormAct.
+    """
 
 
 class LayerNormalNormAct2d(_ThenActivate, LayerNormalNorm2d):
@@ -180,7 +182,9 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
 
 
 class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
-    """Group normality normalization, then `drop` and `act`: the counterpart of timm's GroupNormAct."""
+    """Group normality normalization, then `drop` and `act`: the counterpart of timm's
+    GroupNormAct.
+    """
 
 
 class _InstanceNormalNorm(RunningNormality):

@@ -60,7 +60,9 @@ class _Load:
         return _LATEST[0]
 
     def warn_of_a_part(self) -> None:
-        """Warn once, at the first evaluation, if the call brought strengths to some layers alone."""
+        """Warn once, at the first evaluation, if the call brought strengths to some layers
+        alone.
+        """
         if self.warned:
             return
         self.warned = True
@@ -300,8 +302,8 @@ def odd_strengths(model: nn.Module) -> str | None:
     if not odd:
         return None
     return (
-        f"layers stand at strength {_span(odd, '.4f')}, as an average of weights or a walk that was stopped leaves them; if it is "
-        "an average, give it its network's strength (retrofit.set_strength) and save it again"
+        f"layers stand at strength {_span(odd, '.4f')}, as an average of weights or a walk that was "
+        "stopped leaves them; if it is an average, give it its network's strength (retrofit.set_strength) and save it again"
     )
 
 
@@ -344,7 +346,9 @@ def _partial_state(layers: Mapping[str, StrengthMixin]) -> str | None:
 
 
 class _Standing(NamedTuple):
-    """What the buffer of a layer holds, and where its strength came from when that was last known."""
+    """What the buffer of a layer holds, and where its strength came from when that was last
+    known.
+    """
 
     code: tuple[int, ...]
     origin: _Origin

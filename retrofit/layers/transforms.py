@@ -20,8 +20,9 @@ _REFUSAL = (
 )
 
 
-# torch.compile of torch 2.11 sends gradients past a custom autograd function (pytorch issue 180642),
-# and versions before it break the graph there: they follow the plain operations, as torch.func does.
+# torch.compile of torch 2.11 sends gradients past a custom autograd function (pytorch issue
+# 180642), and versions before it break the graph there: they follow the plain operations, as
+# torch.func does.
 _COMPILES_CUSTOM_FUNCTIONS = torch.__version__ >= "2.12"
 
 

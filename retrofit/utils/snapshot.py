@@ -48,9 +48,9 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     classes, lists, dicts, sets, deques, arrays and tensors, whatever these hold, and the globals,
     closures and defaults that methods use. Each is the same object afterwards and has the same
     content; what did not change is not written to. Functions and classes are looked into where they
-    are of a package that defines a module of the network. A `functools.cache` gives way to an empty one
-    meanwhile. Random generators that the network holds continue where they were; those of Python,
-    NumPy and torch are the caller's.
+    are of a package that defines a module of the network. A `functools.cache` gives way to an empty
+    one meanwhile. Random generators that the network holds continue where they were; those of
+    Python, NumPy and torch are the caller's.
 
     Args:
         model: The network, on any device.
@@ -180,7 +180,9 @@ class Snapshot:
         return [*kind.keys(value), *kind.values(value), *self._remember_attributes(value)]
 
     def _remember_attributes(self, value: Any) -> Iterable[Any]:
-        """Remember an object's class and attributes, unless another library keeps them to itself."""
+        """Remember an object's class and attributes, unless another library keeps them to
+        itself.
+        """
         cls: Any = type(value)
         if _is_opaque(cls):
             return ()
@@ -207,8 +209,8 @@ class Snapshot:
         attributes = {name: vars(cls)[name] for name in names}
         undo = functools.partial(_restore_class_attributes, cls, attributes)
         self._attributes.add(vars(cls), undo)
-        # Of what has a special name only methods: annotations and the fields of a dataclass lead into
-        # the whole package, and no call changes them.
+        # Of what has a special name only methods: annotations and the fields of a dataclass lead
+        # into the whole package, and no call changes them.
         methods = (value for value in vars(cls).values() if isinstance(value, FunctionType))
         return [*attributes.values(), *methods, *cls.__bases__]
 
@@ -362,8 +364,8 @@ def _kind_of(container: Any) -> Any:
 
 
 class _Places:
-    """Places of one kind that hold values: all are compared at once, and each is put back only if one
-    of them differs.
+    """Places of one kind that hold values: all are compared at once, and each is put back only if
+    one of them differs.
 
     Args:
         read: Gives what places hold, in a fixed order.

@@ -92,7 +92,9 @@ def start(here: Path) -> Start:
 
 
 def complaint(result: Result) -> str:
-    """Return the error line; what else was written must not be an error, a traceback or on stdout."""
+    """Return the error line; what else was written must not be an error, a traceback or on
+    stdout.
+    """
     assert result.stdout == ""
     *others, last = result.stderr.strip().splitlines()
     assert last.startswith("error: ")

@@ -230,7 +230,9 @@ LINES = {**POLY, "degree": 5, "runtime": "openvino"}
 
 @pytest.mark.parametrize("how", [{}, *slow({**POLY, "calibrate": IMAGES}, LINES, FROZEN)])
 def test_fold_makes_its_tensors_where_the_network_lies(how: dict[str, Any]) -> None:
-    """Tensors lie on the meta device here unless something says where; those would end in an error."""
+    """Tensors lie on the meta device here unless something says where; those would end in an
+    error.
+    """
     whitened = DecorrelatedBatchNormalNorm2d(8, group_size=4)
     whitened.train()(torch.randn(16, 8, 4, 4))
     layers = [
@@ -279,7 +281,9 @@ def test_the_size_that_a_network_was_converted_with_is_its_own(
 
 
 class QuantizedInPart(nn.Module):
-    """A fused layer of quantization-aware training, which calls F.batch_norm, before a LayerNorm."""
+    """A fused layer of quantization-aware training, which calls F.batch_norm, before a
+    LayerNorm.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Recipes: what is wrong is said all at once, and each that is shipped trains what the paper says."""
+"""Recipes: what is wrong is said all at once, and each that is shipped trains what the paper
+says.
+"""
 
 import os
 import re
@@ -135,7 +137,9 @@ def test_no_schedule_has_no_warm_up_and_a_constant_one_has() -> None:
 
 
 def references(first: str, more: str) -> str:
-    """Thirty lines that each refer to the one before, twice: written out they would be gigabytes."""
+    """Thirty lines that each refer to the one before, twice: written out they would be
+    gigabytes.
+    """
     return f"a0: &a0 {first}\n" + "".join(
         f"a{i}: &a{i} {more.format(f'a{i - 1}')}\n" for i in range(1, 31)
     )

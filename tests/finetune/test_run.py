@@ -1,4 +1,6 @@
-"""Whole runs on a few pictures: what they leave behind, and that an interruption changes nothing."""
+"""Whole runs on a few pictures: what they leave behind, and that an interruption changes
+nothing.
+"""
 
 import csv
 import json

@@ -69,8 +69,8 @@ class Case:  # a converted network, and a method a step
         source, self.given = build(name)
         self.inputs = self.given if isinstance(self.given, Mapping) else (self.given,)
         self.target = target_of(source)
-        # Heads keep the shape of the first call, TabNet splits a batch by its size, and torch.export
-        # needs a minute for diffusers' attention with any number of samples.
+        # Heads keep the shape of the first call, TabNet splits a batch by its size, and
+        # torch.export needs a minute for diffusers' attention with any number of samples.
         fixed = name.startswith(("ultralytics", "pytorch_tabnet", "diffusers"))
         self.batch = 2 if fixed else None
         before = answers(source, self.given)

@@ -48,7 +48,9 @@ def wrap(
 
 
 def run(model: nn.Module, x: Tensor, training: bool) -> list[Tensor]:
-    """Outputs, input gradient and parameter gradients, with the same random numbers on every call."""
+    """Outputs, input gradient and parameter gradients, with the same random numbers on every
+    call.
+    """
     torch.manual_seed(1)
     model.train(training)
     x = x.clone().requires_grad_()

@@ -1,4 +1,6 @@
-"""A network of a user's own, with the layers that no small classifier of timm or torchvision holds."""
+"""A network of a user's own, with the layers that no small classifier of timm or torchvision
+holds.
+"""
 
 from torch import nn
 

@@ -150,7 +150,9 @@ class Network:
         retrofit.save(model, self.artifact)
 
     def run(self, *words: object) -> dict[str, Any]:
-        """Run a command line in the folder, which must succeed; return its JSON, if it writes some."""
+        """Run a command line in the folder, which must succeed; return its JSON, if it writes
+        some.
+        """
         with contextlib.chdir(self.folder):
             result = command_line().invoke(main, [str(word) for word in words])
         assert result.exit_code == 0, result.stderr
@@ -225,7 +227,9 @@ def inputs(batch: int) -> Tensor:
 
 @torch.no_grad()
 def gap(one: Any, other: Any) -> float:
-    """Largest difference of two networks' answers, as a share of their scale, over two batch sizes."""
+    """Largest difference of two networks' answers, as a share of their scale, over two batch
+    sizes.
+    """
     pairs = [(one(inputs(batch)), other(inputs(batch))) for batch in (1, 3)]
     return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 

@@ -124,7 +124,9 @@ def test_labels_that_classes_taken_by_order_contradict(
 def test_parts(
     tmp_path: Path, parts: str | tuple[str, ...], split: str, outcome: int | str
 ) -> None:
-    """All of the data in a part's place would hold what was trained on, or be the images held out."""
+    """All of the data in a part's place would hold what was trained on, or be the images held
+    out.
+    """
     for part in parts if isinstance(parts, tuple) else [""]:
         write_folder(tmp_path / "data" / part, each=1)
     dataset = "" if parts == ".tar" or isinstance(parts, tuple) else parts

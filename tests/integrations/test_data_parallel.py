@@ -70,7 +70,9 @@ IN_BFLOAT16 = ("frozen", "ln", "bnn", "lnn")
 
 
 def with_one_kind_of_norm(to: str) -> nn.Module:
-    """Convert a network without noise, at strength 0: LayerNorms for lnn, BatchNorms for the others."""
+    """Convert a network without noise, at strength 0: LayerNorms for lnn, BatchNorms for the
+    others.
+    """
     if to != "lnn":
         return converted(to)
     torch.manual_seed(0)

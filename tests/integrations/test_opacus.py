@@ -154,7 +154,10 @@ MIXING = {
 @pytest.mark.parametrize("case", list(MIXING))
 def test_layers_that_are_not_trained_may_not_mix_samples(case: str) -> None:
     model = MIXING[case]()
-    advice = r"normalizes each sample by its batch, trained or not \(1\w*\); call retrofit.freeze_norms\(model\), or convert"
+    advice = (
+        r"normalizes each sample by its batch, trained or not \(1\w*\); "
+        r"call retrofit.freeze_norms\(model\), or convert"
+    )
     for found in (model, ModuleValidator.fix(model)):
         assert not ModuleValidator.is_valid(found)
         with pytest.raises(UnsupportedModuleError, match=advice):

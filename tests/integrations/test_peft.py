@@ -1,4 +1,6 @@
-"""PEFT's LoRA on a converted network: only the adapters train, and what comes back is ours again."""
+"""PEFT's LoRA on a converted network: only the adapters train, and what comes back is ours
+again.
+"""
 
 import copy
 from pathlib import Path

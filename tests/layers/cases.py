@@ -156,7 +156,9 @@ def build(name: str, strength: float = 0.6, training: bool = False) -> tuple[nn.
 
 
 def randomise(module: nn.Module) -> nn.Module:
-    """Give the affine parameters and the running statistics values that are not their first ones."""
+    """Give the affine parameters and the running statistics values that are not their first
+    ones.
+    """
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):

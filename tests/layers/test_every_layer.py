@@ -247,7 +247,9 @@ def test_traces_hold_the_strength(name: str, tmp_path: Any) -> None:
 def test_the_state_of_a_trace_holds_the_settings(
     layer: nn.Module, other: nn.Module, setting: str
 ) -> None:
-    """A trace keeps the buffers, and none of the methods that fill them in when a layer is saved."""
+    """A trace keeps the buffers, and none of the methods that fill them in when a layer is
+    saved.
+    """
     with torch.no_grad():
         traced = torch.jit.trace(layer.eval(), (torch.randn(3, 8, 4, 5),), check_trace=False)
     other.load_state_dict(traced.state_dict())

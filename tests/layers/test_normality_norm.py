@@ -67,7 +67,9 @@ def test_matches_the_papers_algorithm(case: Case, strength: float, alpha: float)
 
 @pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"]])
 def test_gradients_are_of_the_noise_that_is_drawn_when_the_layer_is_recomputed(case: Case) -> None:
-    """Without the random state, activation checkpointing draws other noise than the first run did."""
+    """Without the random state, activation checkpointing draws other noise than the first run
+    did.
+    """
     layer, x = case.ours(noise=0.5, **{case.affine: True}), case.input()
     grad, gradients = torch.randn_like(x), []
     for run in (layer, partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)):

@@ -1,4 +1,6 @@
-"""ProxyNorm against scipy, and what a layer that borrows another layer's parameters has to survive."""
+"""ProxyNorm against scipy, and what a layer that borrows another layer's parameters has to
+survive.
+"""
 
 import copy
 import pickle

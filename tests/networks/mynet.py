@@ -1,4 +1,6 @@
-"""A network of a user's own: a small U-Net with BatchNorm, as it might stand in a file of theirs."""
+"""A network of a user's own: a small U-Net with BatchNorm, as it might stand in a file of
+theirs.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,6 @@
-"""Layers of foreign classes are taken for a known one where they compute the same, and only there."""
+"""Layers of foreign classes are taken for a known one where they compute the same, and only
+there.
+"""
 
 from __future__ import annotations
 

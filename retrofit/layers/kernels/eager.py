@@ -310,7 +310,9 @@ def backward(
     stats: Tensor,
     options: KernelOptions,
 ) -> Tensor:
-    """Fill `grad_x`; return the affine parameters' gradients, (2, *affine) and in float32 at least."""
+    """Fill `grad_x`; return the affine parameters' gradients, (2, *affine) and in float32 at
+    least.
+    """
     layout = options.layout
     grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
     weight = None if weight is None else layout.view(weight, layout.affine)

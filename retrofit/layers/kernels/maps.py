@@ -461,7 +461,9 @@ def _map_backward(
 
 
 class ProxyActivationOnGPU(torch.autograd.Function):
-    """A proxy-normalized activation; `given` and `phi` are those of `channelwise.ProxyActivation`."""
+    """A proxy-normalized activation; `given` and `phi` are those of
+    `channelwise.ProxyActivation`.
+    """
 
     @staticmethod
     def forward(

@@ -163,7 +163,9 @@ def test_the_paper(
 
 @each(eager=FEW, triton=SETS)
 def test_noise_is_brought_back_in_gammas_gradient_and_changes_no_other(sets: Sets) -> None:
-    """With gamma 1 and beta 0 the output is what gamma multiplies, so its gradient is sum(g * out)."""
+    """With gamma 1 and beta 0 the output is what gamma multiplies, so its gradient is sum(g *
+    out).
+    """
     grads = []
     for noise in (0.0, 0.5):
         x = sets.input(torch.float32).requires_grad_()
