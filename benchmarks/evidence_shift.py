@@ -111,7 +111,8 @@ def main() -> None:
     images = max(line["images"] for line in lines)
     text = [
         f"Top-1 in percent, mean over {' or '.join(map(str, sorted(seeds)))} seeds, {images:,} test pictures under "
-        "each corruption at each severity; a row of a corruption is the mean over the severities. In brackets the paired "
+        "each corruption at each severity; a row of a corruption is the mean over the severities. "
+        "In brackets the paired "
         "difference to the baseline, ± standard error over seeds."
     ]
     for batch in args.batch_sizes:

@@ -102,7 +102,8 @@ def main() -> None:
     lines = recorded.lines()
     note = (
         "Top-1 in percent of 360 of scikit-learn's digits, mean ± standard error over seeds: tf_efficientnet_lite0 "
-        "with ImageNet weights, fine-tuned on 503 other digits at 64 px in batches of 2, two epochs. CPU seconds are of "
+        "with ImageNet weights, fine-tuned on 503 other digits at 64 px in batches of 2, two "
+        "epochs. CPU seconds are of "
         "the whole commands, start of Python included."
     )
     publish(args.out, [note, "", *machines(lines), "", *table(lines)])

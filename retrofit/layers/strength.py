@@ -303,7 +303,8 @@ def odd_strengths(model: nn.Module) -> str | None:
         return None
     return (
         f"layers stand at strength {_span(odd, '.4f')}, as an average of weights or a walk that was "
-        "stopped leaves them; if it is an average, give it its network's strength (retrofit.set_strength) and save it again"
+        "stopped leaves them; if it is an average, give it its network's strength "
+        "(retrofit.set_strength) and save it again"
     )
 
 
