@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.snapshot import left_as_it_was
-from retrofit.utils.text import one_line
+from retrofit.utils.text import one_line, with_class
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -224,15 +224,22 @@ def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn
         computed: What stands in the copy for tensors that were computed, by their `id`.
 
     Raises:
-        RetrofitError: If it holds other computed tensors, as pruned layers do.
+        RetrofitError: If it holds other computed tensors, as pruned layers do, or cannot be copied
+            for another reason.
     """
     try:
         return copy.deepcopy(model, dict(computed or {}))
-    except RuntimeError as error:
+    # A network's own code may copy its parts, and raise anything.
+    except Exception as error:
+        said = one_line(error)[:100]
+        if "created explicitly by the user" not in said:
+            raise RetrofitError(
+                f"the network cannot be copied ({with_class(error)}); copy.deepcopy fails too"
+            ) from error
         raise RetrofitError(
             "the network cannot be copied: it holds tensors that were computed, as pruned layers "
             "do; make them permanent first, by torch.nn.utils.prune.remove for example "
-            f"({one_line(error)[:100]})"
+            f"({said})"
         ) from error
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -79,6 +80,20 @@ def test_weights_that_pruning_computed_are_not_copied() -> None:
         copied(model)
     prune.remove(model[0], "weight")
     assert torch.equal(copied(model)[0].weight, model[0].weight)
+
+
+class _Uncopied(nn.Identity):
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a cache\nof kernels"), KeyError("a cache")])
+def test_a_network_that_refuses_copies_says_why(error: Exception) -> None:
+    part = _Uncopied()
+    part.error = error
+    expected = rf"^the network cannot be copied \({type(error).__name__}: .*a cache.*deepcopy fails"
+    with pytest.raises(RetrofitError, match=expected):
+        copied(nn.Sequential(part))
 
 
 def test_hooks_are_gone_after_a_failure_within_and_of_the_registration() -> None:
