@@ -2,6 +2,9 @@
 one.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +203,29 @@ def test_a_way_back_is_refused_before_the_training(name: str) -> None:
 
 
 def test_lightning_trains_with_loaders_whose_workers_are_spawned(tmp_path: Path) -> None:
+    # In a process of its own: what is spawned takes over the pipes that pytest-xdist talks through.
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tests.integrations.test_callbacks import train_with_spawned_workers
+
+if __name__ == "__main__":
+    train_with_spawned_workers(Path({str(tmp_path)!r}))
+""")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, program], cwd=root, env=environment, check=True)
+
+
+def train_with_spawned_workers(folder: Path) -> None:
+    torch.manual_seed(0)
     module = Module(network("bnn"))
     spawned: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn"}
     strength = retrofit.callbacks.LightningStrength(ramp=0.5)
-    options = {"max_epochs": 1, "callbacks": [strength], "default_root_dir": tmp_path}
+    options = {"max_epochs": 1, "callbacks": [strength], "default_root_dir": folder}
     by_lightning(
         module, DataLoader(DATA, 128, **spawned), DataLoader(DATA, 256, **spawned), **options
     )

@@ -214,6 +214,8 @@ CAPABILITIES = (75, 80, 86, 89, 90, 100)  # of T4, A100, RTX 30, RTX 40 and L4, 
 # KiB that every GPU gives a program without asking
 MOST = {"REG": 255, "STACK": 64, "SHARED": 16 * 1024}
 # Instructions an element, forward and backward
+# For sm_100 ptxas unrolls further, and has more in flight.
+REGISTERS = {80: 128, 90: 128, 100: 160}
 INSTRUCTIONS = {"bnn, channels_last": 150, "bnn, contiguous": 150}
 OF_MAPS = {
     "ln, channels_last": 50,
@@ -253,7 +255,7 @@ def test_instructions_and_the_width_of_accesses(name: str, dtype: str, capabilit
         accesses = {op for loop in launch.loops for op in loop if op[:3] in ("LDG", "STG")}
         assert all("64" in access or "128" in access for access in accesses)
         assert launch.count("CALL") == 0
-        assert launch.resources["REG"] <= 128
+        assert launch.resources["REG"] <= REGISTERS[capability]
 
 
 @pytest.mark.slow
