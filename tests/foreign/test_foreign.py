@@ -119,6 +119,11 @@ class Case:  # a converted network, and a method a step
         )
 
 
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """What was drawn at random is tried before a release; what was chosen, always."""
+    return [pytest.mark.sweep] if name.startswith("pytorchcv") else []
+
+
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp("foreign"))
@@ -127,7 +132,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("case", "step"),
     [
-        pytest.param(name, step, id=f"{name}-{step}")
+        pytest.param(name, step, id=f"{name}-{step}", marks=_marks(name))
         for name in NETWORKS
         for step in STEPS
         if step != "fold" or (name, "export") in REFUSED_STEPS
