@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from retrofit.errors import RetrofitError
 from retrofit.record import check_size
 from retrofit.utils.onnx_runtimes import Runtime, metadata, open_onnx
-from retrofit.utils.running import autocast
+from retrofit.utils.running import autocast, memory_advice
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
@@ -120,7 +120,7 @@ def measure(
     for number, mode in enumerate(modes):
         first_turn = number * setting.rounds + 1
         turns = range(first_turn, first_turn + setting.rounds)
-        with _memory_advice(setting.batch_size):
+        with memory_advice(setting.batch_size):
             steps = {
                 name: _step(name, network, size, mode, setting)
                 for name, (network, size) in networks.items()
@@ -140,21 +140,6 @@ def _peak_of(step: Step, device: torch.device) -> int:
     step()
     step()
     return peak_memory(step, device)
-
-
-@contextmanager
-def _memory_advice(batch_size: int) -> Iterator[None]:
-    """Say what to do where batches of so many images do not fit into the memory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # torch's allocator on a CPU raises a plain RuntimeError.
-        no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not no_memory and "allocate memory" not in str(error):
-            raise
-        raise RetrofitError(
-            f"batches of {batch_size:,} images do not fit into the memory; lower `batch_size`"
-        ) from error
 
 
 def measure_files(
@@ -181,7 +166,7 @@ def measure_files(
         RetrofitError: If it does not take a file, a file does not say which images it takes, or
             the batches do not fit into the memory.
     """
-    with _memory_advice(batch_size):
+    with memory_advice(batch_size):
         steps = {
             name: _file_step(path, runtime, batch_size, threads) for name, path in files.items()
         }

@@ -6,7 +6,6 @@ metadata say.
 """
 
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -24,7 +23,7 @@ from retrofit.images.dataset import ImageData, heed_no_signals
 from retrofit.layers.strength import partial_state
 from retrofit.record import Preprocess
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
-from retrofit.utils.running import autocast, evaluating
+from retrofit.utils.running import autocast, evaluating, memory_advice
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import plural, printable, shortlist, shown, with_class
 
@@ -120,7 +119,9 @@ def evaluate(
     total = None
     if hasattr(data.images, "__len__"):
         total = len(data.images)
-    _refuse_unless_it_fits(min(batch_size, total or batch_size), preprocess)
+    largest = min(batch_size, total or batch_size)
+    pixels_of_batch = largest * math.prod(preprocess.input_size)
+    advice = memory_advice(largest, least=4 * pixels_of_batch)
     doubt = partial_state(model)
     if doubt:
         warnings.warn(doubt, stacklevel=2)
@@ -143,7 +144,7 @@ def evaluate(
     skipped: list[str] = []
     counts = _Counts(attack)
     inference = torch.inference_mode(attack is None)
-    with left_as_it_was(model), inference, torch.no_grad(), autocast(device, amp):
+    with advice, left_as_it_was(model), inference, torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
             readable = targets >= 0
             skipped += [data.images.unreadable(target) for target in targets[~readable].tolist()]
@@ -159,15 +160,6 @@ def evaluate(
             f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files"
         )
     return counts.accuracy(tuple(skipped))
-
-
-def _refuse_unless_it_fits(images: int, preprocess: Preprocess) -> None:
-    """Refuse a batch whose float32 pixels alone are more than the machine's memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if images * math.prod(preprocess.input_size) * 4 > memory:
-        raise RetrofitError(
-            f"batches of {images:,} images do not fit into the memory; lower `batch_size`"
-        )
 
 
 class _Counts:

@@ -71,6 +71,17 @@ class Answers(nn.Module):  # gives whatever it is told to
         return self.answer(x)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), MemoryError()])
+def test_a_device_that_is_full_says_what_to_do(folder: Path, error: Exception) -> None:
+    def answer(_: Tensor) -> Tensor:
+        raise error
+
+    with pytest.raises(
+        RetrofitError, match=r"^batches of 12 images do not fit into the memory; lower"
+    ):
+        evaluate(Answers(answer), open_images(folder), PLAIN, batch_size=16, workers=0)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

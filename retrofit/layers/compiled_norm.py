@@ -13,9 +13,7 @@ from torch import Tensor
 from retrofit.layers import kernels
 from retrofit.layers.kernels.eager import KernelOptions, Strength
 from retrofit.layers.kernels.layout import is_dense, layout_of
-
-# Of a channel, in the table that the kernels keep
-_ROWS = 15
+from retrofit.layers.kernels.plan import FIELDS
 
 
 def takes(x: Tensor) -> bool:
@@ -83,7 +81,7 @@ def _forward(
 
 @_forward.register_fake
 def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(_ROWS * x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty((FIELDS + 1) * x.shape[1], dtype=torch.float32)
 
 
 @torch.library.custom_op("retrofit::batch_normality_backward", mutates_args=())

@@ -4,6 +4,7 @@ as it was.
 
 import copy
 import logging
+import os
 import random
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -50,6 +51,31 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
     if dtype is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def memory_advice(batch_size: int, least: int = 0) -> Iterator[None]:
+    """Say what to do where batches of so many images do not fit into the memory.
+
+    Args:
+        batch_size: Images in a batch.
+        least: Bytes that are needed in the machine's memory in any case. A machine that has fewer
+            would stop the process before anything is raised.
+
+    Raises:
+        RetrofitError: If they do not fit.
+    """
+    said = f"batches of {batch_size:,} images do not fit into the memory; lower `batch_size`"
+    if least > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise RetrofitError(said)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # torch's allocator on a CPU raises a plain RuntimeError.
+        no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not no_memory and "allocate memory" not in str(error):
+            raise
+        raise RetrofitError(said) from error
 
 
 def input_of(batch: Any) -> Any:

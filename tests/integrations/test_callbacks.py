@@ -229,5 +229,4 @@ def train_with_spawned_workers(folder: Path) -> None:
     by_lightning(
         module, DataLoader(DATA, 128, **spawned), DataLoader(DATA, 256, **spawned), **options
     )
-    assert [value for _, value in module.seen[-4:]][-1] == pytest.approx(1.0)
-    assert accuracy(module.net) > 0
+    assert module.seen[-1][1] == pytest.approx(1.0)

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 
+# Numbers of each set, in the table that the forward pass leaves for the backward pass
+FIELDS = 14
+
 # Elements of a tile, at least; of a set that is held as a whole, at most
 TILE = 1024
 LARGEST = 4096

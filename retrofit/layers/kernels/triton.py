@@ -32,7 +32,7 @@ from torch import Tensor
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import DENOMINATOR, NUMERATOR, KernelOptions, Running
 from retrofit.layers.kernels.layout import Layout
-from retrofit.layers.kernels.plan import LaunchPlan, plan_of
+from retrofit.layers.kernels.plan import FIELDS, LaunchPlan, plan_of
 from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY
 
 READS_STRENGTH = True
@@ -55,7 +55,7 @@ _SLOPES, _T, _SPREAD = map(tl.constexpr, (4, 9, 10))
 _BOUNDS, _CENTRE = map(tl.constexpr, (11, 13))
 # Then, of the backward pass: the factors of `_tendencies`, of 1 and of h in the gradient of x
 _PROJECTION = tl.constexpr(11)
-_FIELDS = tl.constexpr(14)
+_FIELDS = tl.constexpr(FIELDS)
 
 _NUMBERS = ["outer_stride", "inner", "inner_stride", "stride", "lanes", "runs", "share"]
 _NUMBERS += ["by_inner", "sets", "entries"]
@@ -1024,7 +1024,7 @@ def room(x: Tensor, *shape: int) -> Tensor:
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
-    """Fill `out`, and move the running statistics; return a table of `_FIELDS` numbers a set, and a
+    """Fill `out`, and move the running statistics; return a table of `FIELDS` numbers a set, and a
     number more, by which programs that share sets count themselves.
 
     Tensors lie in memory in the order of the layout, whatever their shapes.
@@ -1033,7 +1033,7 @@ def forward(
     running, momentum = _running(options.running)
     code, unit = options.strength
     seed, alpha, noise, numbers = options.seed, options.alpha, options.noise, how.numbers
-    size = (_FIELDS.value + 1) * how.sets
+    size = (FIELDS + 1) * how.sets
     if how.splits == 1:
         table = room(x, size)
         tensors = out, x, weight, bias, table, code, seed, *running
