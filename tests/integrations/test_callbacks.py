@@ -206,9 +206,6 @@ def test_lightning_trains_with_loaders_whose_workers_are_spawned(tmp_path: Path)
     # In a process of its own: what is spawned takes over the pipes that pytest-xdist talks through.
     program = tmp_path / "program.py"
     program.write_text(f"""
-import os
-import subprocess
-import sys
 from pathlib import Path
 from tests.integrations.test_callbacks import train_with_spawned_workers
 
