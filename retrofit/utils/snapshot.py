@@ -114,7 +114,7 @@ class Snapshot:
             put(empty[id(cached)])
 
     def restore(self) -> None:
-        """Put everything back, classes and attributes before what they hold."""
+        """Put everything back; what did not change is not written to, but for caches."""
         for cached, put in self._caches:
             put(cached)
         with torch.no_grad():
