@@ -5,6 +5,7 @@ come from and go.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -298,7 +299,9 @@ class Flows:
         # Parts that are one step in what calls them, for the number of their branches.
         self._branching: set[nn.Module] = set()
         self._covered: set[nn.Module] = set()
-        self._snapshot = Snapshot(model, traced=True)
+        # Code that is traced writes to no parameter or buffer.
+        tensors = chain(model.parameters(), model.buffers())
+        self._snapshot = Snapshot(model, unwritten=tensors)
         self._snapshot.empty_caches()
         try:
             with reads_of_mode() as self._readers:

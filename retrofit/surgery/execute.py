@@ -1,6 +1,6 @@
 """Carry out a plan on a network, whole or not at all."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +16,8 @@ from retrofit.surgery import guards
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.families import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
-from retrofit.utils.running import device_of, kept_values, put_back
+from retrofit.utils.running import device_of
+from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import plural
 
 
@@ -198,43 +199,21 @@ def _count_parameters(model: nn.Module) -> int:
 def unchanged_on_failure(model: nn.Module, norms: Iterable[NormLayer]) -> Iterator[None]:
     """Put `model` back as it was if what happens inside fails or is interrupted.
 
-    Classes, attributes, children and hooks of every module are kept, the memory of every tensor,
-    and the values of the own parameters of the normalization layers, `norms`, the only ones that a
-    conversion writes to.
+    A conversion writes to the own parameters of the normalization layers, `norms`, and to the
+    values of no other parameter or buffer.
     """
-    memory = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
-    restorers = [_restorer(module) for module in model.modules()]
-    layers = {norm.module for norm in norms}
-    values = kept_values(tensor for layer in layers for tensor in layer.parameters(recurse=False))
+    written = {parameter for norm in norms for parameter in norm.module.parameters(recurse=False)}
+    tensors = chain(model.parameters(), model.buffers())
+    snapshot = Snapshot(model, unwritten=[tensor for tensor in tensors if tensor not in written])
     try:
         yield
     except BaseException:
-        for tensor, data in memory:
-            tensor.data = data
-        for restore in restorers:
-            restore()
-        put_back(values)
+        snapshot.restore()
+        for module in model.modules():
+            if isinstance(module, fx.GraphModule):
+                # Its graph was put back as an attribute; its code is generated from it.
+                module.recompile()
         raise
-
-
-def _restorer(module: nn.Module) -> Callable[[], None]:
-    """Return a function that gives a module its present class, attributes, children and hooks."""
-    cls = type(module)
-    attributes = dict(vars(module))
-    tables = [(table, dict(table)) for table in attributes.values() if isinstance(table, dict)]
-
-    def restore() -> None:
-        module.__class__ = cls
-        vars(module).clear()
-        vars(module).update(attributes)
-        for table, entries in tables:
-            table.clear()
-            table.update(entries)
-        if isinstance(module, fx.GraphModule):
-            # The graph was put back as an attribute; its code is generated from it.
-            module.recompile()
-
-    return restore
 
 
 def unrepeated(plans: Iterable[Plan], model: nn.Module) -> list[Plan]:

@@ -1,0 +1,217 @@
+"""What a value was, remembered, and put back where it has changed.
+
+A restorer is called with a value and returns the function that puts it back; what did not change
+is not written to.
+"""
+
+import copy
+import functools
+import operator
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+# What stands for a name or a slot that holds nothing.
+ABSENT = object()
+
+
+def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
+    """Remember a tensor: its class, where its values lie, and, if they may be written to, the
+    values, on the CPU.
+    """
+    cls = type(tensor)
+    trained = tensor.requires_grad
+    memory = tensor.data
+    # What another library makes of a tensor, a shard or a quantized one, is its own to keep.
+    ordinary = cls in (Tensor, nn.Parameter) and memory.layout == torch.strided
+    copied = written and ordinary and not memory.is_meta
+    values = memory.to("cpu", copy=True) if copied else None
+
+    def restore() -> None:
+        restore_class(tensor, cls)
+        if not _same_memory(tensor, memory):
+            tensor.data = memory
+        if tensor.requires_grad != trained:
+            tensor.requires_grad_(trained)
+        if values is not None and not torch.equal(memory.to("cpu"), values):
+            with torch.inference_mode(memory.is_inference()):
+                memory.copy_(values)
+
+    return restore
+
+
+def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
+    kinds = [(t.dtype, t.device, t.layout) for t in (tensor, memory)]
+    if kinds[0] != kinds[1]:
+        return False
+    if tensor.layout != torch.strided or not hasattr(tensor, "shape"):
+        return True
+    if tensor.shape != memory.shape or tensor.stride() != memory.stride():
+        return False
+    return tensor.is_meta or tensor.data_ptr() == memory.data_ptr()
+
+
+def restore_class(value: Any, cls: type) -> None:
+    """Give an object the class that it had."""
+    if type(value) is not cls:
+        value.__class__ = cls
+
+
+def content_restorer(container: Any) -> Callable[[], None]:
+    """Remember what a container holds, and in which order."""
+    kind = container_kind(container)
+    size = len(container)
+    items = [*READERS[kind]([container])]
+
+    def restore() -> None:
+        unchanged = len(container) == size
+        if unchanged and all(map(operator.is_, READERS[kind]([container]), items)):
+            return
+        kind.clear(container)
+        if isinstance(container, dict):
+            kind.update(container, zip(items[:size], items[size:], strict=True))
+        elif isinstance(container, set):
+            kind.update(container, items)
+        else:
+            kind.extend(container, items)
+
+    return restore
+
+
+def container_kind(container: Any) -> Any:
+    """Return the class of `READERS` that a container is of."""
+    return next(kind for kind in READERS if isinstance(container, kind))
+
+
+class Places:
+    """Places of one kind that hold values: all are compared at once, and each is put back only if
+    one of them differs.
+
+    Args:
+        read: Gives what places hold, in a fixed order.
+    """
+
+    def __init__(self, read: Callable[[list[Any]], Iterable[Any]]) -> None:
+        self._read = read
+        self._places: list[Any] = []
+        self._undo: list[Callable[[], Any]] = []
+        self._held: list[Any] = []
+        self._sizes: list[int] = []
+
+    def add(self, place: Any, undo: Callable[[], Any]) -> None:
+        """Add a place, and what puts back what it holds."""
+        self._places.append(place)
+        self._undo.append(undo)
+
+    def remember(self) -> None:
+        """Remember what all places hold."""
+        self._held = [*self._read(self._places)]
+        self._sizes = [*map(len, self._places)]
+
+    def restore(self) -> None:
+        """Put back what the places held."""
+        same_sizes = [*map(len, self._places)] == self._sizes
+        if same_sizes and all(map(operator.is_, self._read(self._places), self._held)):
+            return
+        for undo in self._undo:
+            undo()
+
+
+def _read_dicts(kind: Any) -> Callable[[list[Any]], Iterable[Any]]:
+    """Return what gives the keys, then the values, of dicts of a kind."""
+
+    def read(dicts: list[Any]) -> Iterable[Any]:
+        keys = chain.from_iterable(map(kind.keys, dicts))
+        return chain(keys, chain.from_iterable(map(kind.values, dicts)))
+
+    return read
+
+
+def read_classes(attributes: list[Any]) -> Iterable[Any]:
+    """Return the attributes of classes, whose `vars` are the places."""
+    return chain.from_iterable(map(MappingProxyType.values, attributes))
+
+
+def read_globals(places: list[Any]) -> Iterable[Any]:
+    """Return the values of globals; a place is a namespace and a name."""
+    return (namespace.get(name, ABSENT) for namespace, name in places)
+
+
+READERS: dict[Any, Callable[[list[Any]], Iterable[Any]]] = {
+    OrderedDict: _read_dicts(OrderedDict),
+    dict: _read_dicts(dict),
+    **dict.fromkeys((list, set, deque), chain.from_iterable),
+}
+"""What gives what containers hold, by their kind; of a dict the subclass comes first."""
+
+
+def generator_restorer(generator: torch.Generator) -> Callable[[], Any]:
+    """Remember the state of torch's generator."""
+    return functools.partial(generator.set_state, generator.get_state())
+
+
+def random_restorer(generator: random.Random) -> Callable[[], Any]:
+    """Remember the state of Python's generator."""
+    return functools.partial(generator.setstate, generator.getstate())
+
+
+def numpy_generator_restorer(generator: np.random.Generator) -> Callable[[], Any]:
+    """Remember the state of NumPy's generator."""
+    source = generator.bit_generator
+    return functools.partial(setattr, source, "state", copy.deepcopy(source.state))
+
+
+def array_restorer(array: Any) -> Callable[[], Any]:
+    """Remember the values of an array."""
+    return functools.partial(np.copyto, array, array.copy())
+
+
+def restore_class_attributes(cls: type, attributes: dict[str, Any]) -> None:
+    """Give a class the attributes that it had; those of special names stay."""
+    added = [name for name in vars(cls) if name not in attributes and not is_special(name)]
+    for name in added:
+        type.__delattr__(cls, name)
+    for name, value in attributes.items():
+        if vars(cls).get(name, ABSENT) is not value:
+            type.__setattr__(cls, name, value)
+
+
+def is_special(name: str) -> bool:
+    """Whether a name is of the form `__name__`."""
+    return name.startswith("__") and name.endswith("__")
+
+
+def restore_global(namespace: dict[str, Any], name: str, value: Any) -> None:
+    """Give a global the value that it had, or remove it if it had none."""
+    if namespace.get(name, ABSENT) is value:
+        return
+    if value is ABSENT:
+        del namespace[name]
+    else:
+        namespace[name] = value
+
+
+def slot_content(slot: Any, value: Any) -> Any:
+    """Return what a slot of an object, or a cell of a closure, holds."""
+    try:
+        return slot.__get__(value)
+    # An empty slot says it by the former, an empty closure by the latter.
+    except (AttributeError, ValueError):
+        return ABSENT
+
+
+def restore_slot(value: Any, slot: Any, content: Any) -> None:
+    """Have a slot of an object, or a cell of a closure, hold what it held."""
+    if slot_content(slot, value) is content:
+        return
+    if content is ABSENT:
+        slot.__delete__(value)
+    else:
+        slot.__set__(value, content)
