@@ -305,7 +305,7 @@ class _Search(Flows):
             yield UnmatchedActivation(f"{self.names[norm]}.act", type(fused).__name__, reason)
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
-        source = flow.before(node)
+        source = flow.before(node, ("same", "shape"))
         norm = _norm_before(flow, node)
         if flow.in_squeeze_excite(node):
             return "inside a squeeze-excite"
@@ -318,7 +318,11 @@ class _Search(Flows):
                 f"not directly after {sites[norm].norm}: "
                 f"{sites[norm].reason or 'it has its own activation'}"
             )
-        if (kind := flow.steps[source]) in ("addition", "concatenation", "product"):
+        kind = flow.steps[source]
+        if kind == "norm":
+            moves = flow.describe(flow.before(node))
+            return f"behind {flow.describe(source)}, past {moves}, which may not keep its channels together"
+        if kind in ("addition", "concatenation", "product"):
             return f"after a {'residual ' * (kind == 'addition')}{kind}"
         return f"no norm before it: fed by {flow.describe(source)}"
 

@@ -376,7 +376,8 @@ def traced(
         snapshot: Of the module, or of the network that holds it.
 
     Returns:
-        A trace for each path that does not end in an error of the code's own (`raise`, `assert`).
+        A trace for each path that can be taken: one that ends in an error of the code's own
+        (`raise`, `assert`), or in a name or value that the path leaves unset, cannot.
 
     Raises:
         Exception: What the code raises under trace, unless it raises it itself on some paths alone.
@@ -393,7 +394,7 @@ def traced(
                 module.train(training)
                 tracer.trace(module)
         except Exception as error:
-            if not tracer.conditions or not _is_refusal(error):
+            if not tracer.conditions or not _ends_a_path(error):
                 raise
             refusals.append(error)
         else:
@@ -407,7 +408,17 @@ def traced(
     return paths
 
 
-def _is_refusal(error: Exception) -> bool:
+def _ends_a_path(error: Exception) -> bool:
+    """Whether the code under trace would raise an exception for real values too."""
+    # No branch has set the variable, or returned a value: neither is a value under trace.
+    if isinstance(error, UnboundLocalError):
+        return True
+    if isinstance(error, AttributeError) and error.name is not None and error.obj is None:
+        return True
+    return _is_raised_by_code(error)
+
+
+def _is_raised_by_code(error: Exception) -> bool:
     """Whether the code under trace raised an exception itself, with `raise` or `assert`."""
     last: Any = error.__traceback__
     while last.tb_next is not None:

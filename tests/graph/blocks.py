@@ -103,6 +103,29 @@ class Refuses(Block):  # a condition on the input that ends in an error
         return F.relu(self.bn1(self.conv1(x)))
 
 
+class PoolsByRank(Block):
+    """Returns nothing for a rank that it does not know, as speechbrain's pooling does."""
+
+    def pooled(self, x: Tensor) -> Tensor | None:
+        if x.ndim == 4:
+            return x.mean((2, 3), keepdim=True)
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        mean: Any = self.pooled(x)
+        return x * mean.sigmoid()
+
+
+class SetsByRank(Block):
+    """Sets a variable for the ranks that it knows alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 4:
+            y = self.conv1(x)
+        return F.relu(self.bn1(y))
+
+
 class Branching(nn.Module):  # control flow that depends on the data
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +283,18 @@ class ChannelsLast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.moves == "permute":
             return self.norm(x.permute(0, 2, 1)).permute(0, 2, 1)
+        if self.moves == "reshape":
+            return self._over_time(x)
         return self.norm(x.transpose(-1, 1)).transpose(1, -1)
+
+    def _over_time(self, x: Tensor) -> Tensor:
+        """Normalize images and steps as one dimension; in four, what is reshaped is no channel."""
+        shape = x.shape
+        if x.ndim == 3:
+            x = x.reshape(shape[0] * shape[1], shape[2])
+        else:
+            x = x.reshape(shape[0] * shape[1], shape[3], shape[2])
+        return self.norm(x).reshape(shape)
 
 
 class Loop(nn.Module):

@@ -67,6 +67,8 @@ def test_both_modes_are_traced_where_they_differ(make: Callable[[], nn.Module]) 
         (blocks.Branching, 2),
         (blocks.SamePad, 6),
         (blocks.Refuses, 1),
+        (blocks.PoolsByRank, 1),
+        (blocks.SetsByRank, 1),
         (blocks.Shared, 1),
         (blocks.AsksTwice, 2),
         (blocks.ChangesRank, 3),

@@ -274,6 +274,14 @@ def test_an_activation_behind_moved_channels_is_of_its_norm(moves: str) -> None:
     torch.testing.assert_close(moved(x), straight(x.transpose(1, 2)).transpose(1, 2))
 
 
+def test_a_reshaping_that_may_mix_channels_is_named() -> None:
+    norm = ChannelsLast(6, "reshape")
+    with pytest.raises(RetrofitError, match=r"behind BatchNorm1d 0.norm, past reshape\(\), which"):
+        plan(nn.Sequential(norm, nn.ReLU()), "gn-pn")
+    with pytest.raises(RetrofitError, match=r"no norm before it: fed by Conv1d 0\)"):
+        plan(nn.Sequential(nn.Conv1d(4, 6, 1), nn.Flatten(), nn.ReLU(), norm), "gn-pn")
+
+
 def test_a_loop_over_sequences_that_end_in_a_norm() -> None:
     torch.manual_seed(0)
     model, x = Loop().eval(), torch.randn(2, 4, 9)
