@@ -305,11 +305,12 @@ class _Search(Flows):
             yield UnmatchedActivation(f"{self.names[norm]}.act", type(fused).__name__, reason)
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
+        nearest = flow.before(node)
         source = flow.before(node, ("same", "shape"))
         norm = _norm_before(flow, node)
         if flow.in_squeeze_excite(node):
             return "inside a squeeze-excite"
-        if source is None:
+        if nearest is None or source is None:
             return "no norm before it"
         if norm is not None and norm not in sites:
             return f"its norm, {flow.describe(source)}, is not one of those asked for"
@@ -320,8 +321,10 @@ class _Search(Flows):
             )
         kind = flow.steps[source]
         if kind == "norm":
-            moves = flow.describe(flow.before(node))
-            return f"behind {flow.describe(source)}, past {moves}, which may not keep its channels together"
+            return (
+                f"behind {flow.describe(source)}, past {flow.describe(nearest)}, "
+                "which may not keep its channels together"
+            )
         if kind in ("addition", "concatenation", "product"):
             return f"after a {'residual ' * (kind == 'addition')}{kind}"
         return f"no norm before it: fed by {flow.describe(source)}"
