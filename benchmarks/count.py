@@ -395,6 +395,16 @@ def proxied(activation: nn.Module) -> nn.Module:
     return layers.ProxyNorm(activation, CHANNELS, norm=nn.BatchNorm2d(CHANNELS))
 
 
+def proxied_norm(fused: bool) -> nn.Module:
+    """Return a norm and its ProxyNorm, in one module or two."""
+    norm = (layers.MigratedGroupNormAct if fused else MigratedGroupNorm)(1, CHANNELS)
+    proxy = layers.ProxyNorm(nn.SiLU(), CHANNELS, norm=norm)
+    if not fused:
+        return nn.Sequential(norm, proxy)
+    norm.act = proxy
+    return norm
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "torch BatchNorm2d": lambda: nn.BatchNorm2d(CHANNELS),
     "FrozenBatchNorm": lambda: FrozenBatchNorm(CHANNELS),
@@ -406,6 +416,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "LayerNormalNorm2d": lambda: layers.LayerNormalNorm2d(CHANNELS, noise=0.0),
     "MigratedGroupNorm 1": lambda: MigratedGroupNorm(1, CHANNELS),
     "MigratedGroupNorm 32, t 0.5": lambda: MigratedGroupNorm(32, CHANNELS, strength=0.5),
+    "MigratedGroupNorm, ProxyNorm": lambda: proxied_norm(fused=False),
+    "MigratedGroupNormAct with ProxyNorm": lambda: proxied_norm(fused=True),
     "ProxyNorm ReLU": lambda: proxied(nn.ReLU()),
     "ProxyNorm SiLU": lambda: proxied(nn.SiLU()),
 }

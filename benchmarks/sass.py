@@ -38,15 +38,24 @@ LAYERS = {
     "gnn, channels_last": ((128, 3136, 32, 8), (1, 3), (1, 1, 32, 8)),
     "gnn, contiguous": ((128, 32, 8, 3136), (2, 3), (1, 32, 8, 1)),
 }
-# Maps by a scale and a shift: their kernels, and the activation in them
-_LN = (maps._moments, maps._map, maps._sums, maps._combine), 5
+# Maps by a scale and a shift: their kernels, the activation in them and what they are not given
+_LN = maps._moments, maps._map, maps._sums, maps._combine
 _PROXY = maps._map, maps._map_back
+_CHANNELS_LAST = (128 * 3136, 256), (0,), (1, 256)
+_CONTIGUOUS = (128, 256, 3136), (0, 2), (1, 256, 1)
+_ROWS_LAST = (128, 3136, 256), (1,), (1, 1, 256)
+_ROWS = (128, 256, 3136), (2,), (1, 256, 1)
+_ALONE = "Mean", "Var", "Inner"
 MAPS = {
-    "ln, channels_last": (*_LN, ((128, 3136, 256), (1,), (1, 1, 256))),
-    "ln, contiguous": (*_LN, ((128, 256, 3136), (2,), (1, 256, 1))),
-    "ProxyNorm ReLU, channels_last": (_PROXY, 0, ((128 * 3136, 256), (0,), (1, 256))),
-    "ProxyNorm SiLU, channels_last": (_PROXY, 3, ((128 * 3136, 256), (0,), (1, 256))),
-    "ProxyNorm ReLU, contiguous": (_PROXY, 0, ((128, 256, 3136), (0, 2), (1, 256, 1))),
+    "ln, channels_last": (_LN, 5, _ALONE, _ROWS_LAST),
+    "ln, contiguous": (_LN, 5, _ALONE, _ROWS),
+    "ln with ProxyNorm SiLU, channels_last": (_LN, 3, ("Mean", "Var"), _ROWS_LAST),
+    "ln with ProxyNorm SiLU, contiguous": (_LN, 3, ("Mean", "Var"), _ROWS),
+    "ProxyNorm ReLU, channels_last": (_PROXY, 0, _ALONE, _CHANNELS_LAST),
+    "ProxyNorm SiLU, channels_last": (_PROXY, 3, _ALONE, _CHANNELS_LAST),
+    "ProxyNorm GELU, channels_last": (_PROXY, 4, _ALONE, _CHANNELS_LAST),
+    "ProxyNorm ReLU, contiguous": (_PROXY, 0, _ALONE, _CONTIGUOUS),
+    "ProxyNorm SiLU, contiguous": (_PROXY, 3, _ALONE, _CONTIGUOUS),
 }
 _ELEMENTS = ("Out", "X", "Grad", "GradX")
 _TYPES = {
@@ -114,9 +123,6 @@ def built(
     plan = plan_of(*layer, PROCESSORS)
     assert plan is not None
     constants = {"TILE": plan.tile, "KIND": activation} | dict.fromkeys((*absent, "Momentum"))
-    if kernel in _PROXY:
-        # Which scale and shift by themselves
-        constants |= dict.fromkeys(("Mean", "Var"))
     types = _TYPES | dict.fromkeys(_ELEMENTS, f"*{dtype}")
     names = kernel.arg_names
     signature = {
@@ -243,9 +249,9 @@ def main() -> None:
                     for kernel in launches(*layer)
                 )
                 print_all(f"sm_{capability} {name} {dtype}", codes)
-            for name, (kernels, kind, layer) in MAPS.items():
+            for name, (kernels, kind, absent, layer) in MAPS.items():
                 codes = (
-                    (kernel.__name__, built(kernel, layer, dtype, capability, activation=kind))
+                    (kernel.__name__, built(kernel, layer, dtype, capability, absent, kind))
                     for kernel in kernels
                 )
                 print_all(f"sm_{capability} {name} {dtype}", codes)

@@ -259,8 +259,14 @@ class _ThenActivate(ConvertedLayer):
         self.act: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(self.drop(super().forward(x)))
+        out = self._at_once(x)
+        if out is None:
+            out = self.act(self.drop(super().forward(x)))
         return out
+
+    def _at_once(self, x: Tensor) -> Tensor | None:
+        """Return the result by a kernel that normalizes and activates, None where there is none."""
+        return None
 
     def fused_modules(self) -> list[nn.Module]:
         return [module for module in (self.drop, self.act) if type(module) is not nn.Identity]

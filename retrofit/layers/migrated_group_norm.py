@@ -21,6 +21,7 @@ from retrofit.layers.forms import ConstantNorm, MigratedForm, channel_view
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.kernels import channelwise, fits
 from retrofit.layers.kernels.eager import Strength, compute_dtype
+from retrofit.layers.proxy_norm import ProxyNorm
 from retrofit.layers.strength import StrengthMixin, shown
 from retrofit.layers.transforms import differentiable_once, needed, transformed
 
@@ -133,13 +134,15 @@ def by_maps(
 ) -> Tensor | None:
     """Return the result by kernels for a GPU, None where they do not take `x`."""
     module = kernels.maps_for(x) if module is None else module
-    plan = None if module is None else module.plan_for(x, per_sample=True)
-    if plan is None:
+    if module is None:
         return None
     if not isinstance(strength, Strength):
         strength = Strength(torch.as_tensor(strength, device=x.device).detach())
     numbers = (torch.as_tensor(number, device=x.device) for number in (eps, source_eps))
-    out: Tensor = module.MigratedNormOnGPU.apply(x, plan, num_groups, strength, *given, *numbers)
+    migration = module.migrate(x, num_groups, strength, *given, *numbers)
+    if migration is None:
+        return None
+    out: Tensor = module.MigratedNormOnGPU.apply(x, *given[:2], migration)
     return out
 
 
@@ -490,6 +493,29 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
     """Migrated group normalization, then `drop` and `act`: the counterpart of timm's
     BatchNormAct2d.
     """
+
+    def _at_once(self, x: Tensor) -> Tensor | None:
+        """Return the result, normalized and activated at once, where `act` is this layer's
+        ProxyNorm, nothing looks at what lies between, and kernels for a GPU take `x`.
+        """
+        act = self.act
+        if type(act) is not ProxyNorm or act.norm is not self or x.ndim < 3:
+            return None
+        between = self.drop, act
+        if type(self.drop) is not nn.Identity or any(map(channelwise.is_watched, between)):
+            return None
+        maps = kernels.maps_for(x)
+        return None if maps is None else self._at_once_by_maps(x, act, maps)
+
+    def _at_once_by_maps(self, x: Tensor, act: ProxyNorm, maps: Any) -> Tensor | None:
+        kind = channelwise.known(act.activation)
+        if kind is None:
+            return None
+        _check_shape(x, self.num_groups, self.num_channels)
+        given = self.weight, self.bias, self.running_mean, self.running_var, self.gain
+        numbers = self.group_eps, self.eps
+        migration = maps.migrate(x, self.num_groups, self._strength, *given, *numbers)
+        return None if migration is None else act.by_migration(x, None, migration, kind, maps)
 
     def _group_norm(self) -> Any:
         if any(

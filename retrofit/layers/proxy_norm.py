@@ -297,14 +297,13 @@ class ProxyNorm(StrengthMixin):
         phi = self.activation(x)
         return torch.addcmul(shift.view(shape), phi, scale.view(shape)).to(phi.dtype)
 
-    def _tensors(self) -> tuple[Tensor | None, ...]:
-        """Return what the constants depend on."""
-        restored = self.restore_scale, self.restore_shift
-        return *self._affine(), self.proxy_scale, self.proxy_bias, *restored
+    def _parameters_of_proxy(self) -> tuple[Tensor | None, ...]:
+        """Return what the constants have derivatives by."""
+        return *self._affine(), self.proxy_scale, self.proxy_bias
 
-    def _by_kernels(self, x: Tensor, kind: tuple[int, float, float]) -> Tensor | None:
+    def _by_kernels(self, x: Tensor, kind: channelwise.Activation) -> Tensor | None:
         """Return the result by kernels for a CPU, None where they do not take `x`."""
-        tensors = self._tensors()
+        tensors = *self._parameters_of_proxy(), self.restore_scale, self.restore_shift
         layout = channelwise.layout_of(x, *tensors, channel_dim=self.channel_dim)
         if layout is None:
             return None
@@ -312,17 +311,49 @@ class ProxyNorm(StrengthMixin):
         out: Tensor = channelwise.ProxyActivation.apply(x, layout, constants, *tensors)
         return out
 
-    def _by_maps(self, x: Tensor, kind: tuple[int, float, float], maps: Any) -> Tensor | None:
+    def _by_maps(self, x: Tensor, kind: channelwise.Activation, maps: Any) -> Tensor | None:
         """Return the result by kernels for a GPU, None where they do not take `x`."""
         plan = maps.plan_for(x, self.channel_dim)
         if plan is None:
             return None
-        settings = self.eps, self.scale, self.samples
-        tensors = self._tensors()
-        out: Tensor = maps.ProxyActivationOnGPU.apply(
-            x, plan, kind, self._strength, settings, *tensors
+        source = self._input_of_norm(x, maps)
+        if source is not None:
+            unnormalized, migration = source
+            output = x.detach(), plan
+            return self.by_migration(unnormalized, output, migration, kind, maps)
+        proxy = self._proxy(kind, maps)
+        out: Tensor = maps.ProxyActivationOnGPU.apply(x, plan, proxy, *self._parameters_of_proxy())
+        return out
+
+    def _input_of_norm(self, y: Tensor, maps: Any) -> Any:
+        """Return the norm's input and its migration, if `y` is its output and nothing looks at
+        either.
+        """
+        norm = self.norm
+        if (
+            not self.training
+            or self.channel_dim != 1
+            or norm is None
+            or channelwise.is_watched(norm)
+        ):
+            return None
+        return maps.input_of(y, *self._affine())
+
+    def by_migration(
+        self, x: Tensor, y: Any, migration: Any, kind: channelwise.Activation, maps: Any
+    ) -> Tensor:
+        """Return the result by the input of the norm before this layer. `y` is the norm's output,
+        if it has written one, and its launch plan. The gradient goes to `x` and leaves `y` out.
+        """
+        proxy = self._proxy(kind, maps)
+        out: Tensor = maps.ProxiedNormOnGPU.apply(
+            x, y, migration, proxy, *self._parameters_of_proxy()
         )
         return out
+
+    def _proxy(self, kind: channelwise.Activation, maps: Any) -> Any:
+        settings = self.eps, self.scale, self.samples, self.restore_scale, self.restore_shift
+        return maps.Proxy(kind, self._strength, *settings)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the wrapped activation's entries under the names they had before it was wrapped."""

@@ -44,7 +44,7 @@ def known(activation: Any) -> Activation | None:
     """
     if not isinstance(activation, nn.Module):
         return _fixed(activation)
-    if _has_hooks(activation):
+    if is_watched(activation):
         return None
     layer: Any = activation
     kind = type(activation)
@@ -61,7 +61,8 @@ def _fixed(function: Any) -> Activation | None:
     return next((numbers for each, numbers in _FIXED if each is function), None)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
+    """Whether someone's hook wants to see what a module takes or gives."""
     return any(getattr(module, name) or getattr(hooks, f"_global{name}") for name in _HOOKS)
 
 

@@ -124,12 +124,18 @@ def compare_maps(
     from retrofit.layers import proxy_norm
     from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
     from retrofit.layers.kernels import maps
-    from retrofit.layers.migrated_group_norm import MigratedGroupNorm
+    from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct
+
+    def fused(activation: nn.Module) -> nn.Module:
+        layer = MigratedGroupNormAct(2, channels, strength=0.7)
+        layer.act = proxy_norm.ProxyNorm(activation, channels, norm=layer)
+        return layer
 
     channels = shape[1]
     cases: dict[str, Callable[[], nn.Module]] = {
         "frozen": lambda: FrozenBatchNorm(channels),
         "migrated": lambda: MigratedGroupNorm(2, channels, strength=0.7),
+        "migrated and proxy": lambda: fused(nn.SiLU()),
     }
     activations = nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()
     for activation in activations:
@@ -161,7 +167,7 @@ def compare_maps(
 
 def _random(layer: Any, generator: torch.Generator) -> Any:
     """Give a layer, and the norm before it, parameters and statistics that are not the default."""
-    for part in (layer, getattr(layer, "norm", None)):
+    for part in (layer, getattr(layer, "norm", None), getattr(layer, "act", None)):
         if part is None:
             continue
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
@@ -184,6 +190,8 @@ def _gradients(layer: Any, x: Tensor, grad: Tensor, maps: Any) -> list[Tensor]:
         leaf = x.detach().requires_grad_()
         if maps is None:
             out = layer(leaf)
+        elif hasattr(layer, "act"):
+            out = layer._at_once_by_maps(leaf, layer.act, maps)
         elif hasattr(layer, "group_eps"):
             given = layer.weight, layer.bias, layer.running_mean, layer.running_var, layer.gain
             numbers = layer.group_eps, layer.eps

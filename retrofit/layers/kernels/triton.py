@@ -36,6 +36,8 @@ from retrofit.layers.kernels.plan import FIELDS, LaunchPlan, plan_of
 from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY
 
 READS_STRENGTH = True
+# A thread's, at most, so that two programs of 8 warps fit a processor
+REGISTERS = 128
 
 # Partial sums that the last program adds up at a time
 _SHARES = tl.constexpr(16)
@@ -96,6 +98,17 @@ def _exp2(x):
     else:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _reciprocal(x):
+    """One instruction, with a relative error of 2^-23."""
+    if _INTERPRETED:
+        return 1 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
 
@@ -583,12 +596,13 @@ def _mean_and_squares(X, at, TILE: tl.constexpr):
     """Return mean, sum of squared deviations, and the extremes (-low, high), in one pass about the
     mean of the first tile.
     """
-    tile = _elements(at, at.start, 0, TILE)
-    there = tl.maximum(_of_sets(tile[2].to(tl.float32), False, TILE), 1.0)
-    about = _of_sets(_load(X, tile, TILE), False, TILE) / there
+    # A set in rows is a run; in the other ways, it has some
+    runs = 1 if TILE.way == "rows" else at.stop - at.start
+    first = tl.minimum(runs, TILE.rows) * tl.minimum(at.width, TILE.cols)
+    about = _of_sets(_load(X, _elements(at, at.start, 0, TILE), TILE), False, TILE) / first
     zero = _zeros(TILE)
     total, power, low, high = _over(at, _apart, (X, about), (zero, zero, zero, zero), TILE)
-    count = ((at.stop - at.start) * at.width).to(tl.float32)
+    count = (runs * at.width).to(tl.float32)
     shift = _of_sets(total, False, TILE) / count
     squares = _of_sets(power, False, TILE) - shift * shift * count
     mean = about + tl.where(shift == shift, shift, 0.0)
@@ -1001,9 +1015,12 @@ def processors(device: torch.device) -> int:
 
 
 def launch_options(kernel: Any, plan: LaunchPlan) -> dict[str, int]:
-    """Return what a kernel is compiled with; the backward pass takes twice the registers."""
-    twice = kernel in (_pull, _gradient, _backward)
-    return {"num_warps": min(8, 2 * plan.warps) if twice else plan.warps}
+    """Return what a kernel is compiled with. The backward pass takes twice the registers, and more
+    where the compiler unrolls its loops.
+    """
+    if kernel in (_pull, _gradient, _backward):
+        return {"num_warps": min(8, 2 * plan.warps), "maxnreg": REGISTERS}
+    return {"num_warps": plan.warps}
 
 
 def launch(kernel: Any, plan: LaunchPlan, *arguments: Any) -> None:

@@ -2,6 +2,7 @@
 `test_triton.py` runs this file.
 """
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from triton import language as tl
 
-from retrofit.layers import BatchNormalNorm2d, kernels
+from retrofit.layers import (
+    BatchNormalNorm2d,
+    MigratedGroupNorm,
+    MigratedGroupNormAct,
+    ProxyNorm,
+    kernels,
+)
 from retrofit.layers.kernels import plan, self_test
 from retrofit.layers.kernels.self_test import Case
 from tests.layers.kernels import test_agree
@@ -94,7 +101,47 @@ def test_interpreted(case: Case) -> None:
 
 
 def test_maps() -> None:
-    assert self_test.compare_maps(CPU, torch.float32, (2, 4, 3, 5)) is None
+    assert self_test.compare_maps(CPU, torch.float32, (1, 2, 3, 5)) is None
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["two modules", "one"])
+def test_a_norm_and_its_proxy_have_the_gradients_of_the_formulas(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the activation, something else uses the norm's output."""
+    launched: list[str] = []
+
+    def launch(kernel: Any, *arguments: Any) -> None:
+        launched.append(kernel.__name__)
+        run(kernel, *arguments)
+
+    run = ours.launch
+    monkeypatch.setattr(ours, "launch", launch)
+    norm = (MigratedGroupNormAct if fused else MigratedGroupNorm)(2, 4, strength=0.7)
+    proxy = ProxyNorm(torch.nn.SiLU(), 4, norm=norm)
+    if fused:
+        norm.act = proxy
+    generator = torch.Generator().manual_seed(0)
+    for module in (norm, proxy):
+        self_test._random(module, generator)
+    x = torch.randn(2, 4, 3, 5, generator=generator)
+
+    def results(norm: Any, proxy: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        y = norm(x)
+        out = y if fused else proxy(y) + y
+        # In one module, the norm holds the proxy's too
+        parameters = dict.fromkeys((*norm.parameters(), *proxy.parameters()))
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *parameters])]
+
+    exact = copy.deepcopy([norm, proxy])
+    monkeypatch.setenv(kernels.VARIABLE, "eager")
+    expected = results(*(module.double() for module in exact), x.double())
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    found = [value.double() for value in results(norm, proxy, x)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert "_map_back" not in launched
+    assert launched.count("_sums") == (1 if fused else 2)
 
 
 def test_interpreted_in_half() -> None:
