@@ -40,17 +40,15 @@ class Attack:
         mean = torch.tensor(self.mean, device=pixels.device).view(-1, 1, 1)
         std = torch.tensor(self.std, device=pixels.device).view(-1, 1, 1)
         reach = self.eps / std
-        low = torch.maximum(pixels - reach, -mean / std)
-        high = torch.minimum(pixels + reach, (1 - mean) / std)
+        black = -mean / std
+        white = (1 - mean) / std
+        low = torch.maximum(pixels - reach, black)
+        high = torch.minimum(pixels + reach, white)
         stride = reach
         if self.kind != "fgsm":
             stride = reach / 4
         for _ in range(_STEPS[self.kind]):
-            with torch.enable_grad():
-                pixels = pixels.detach().requires_grad_()
-                loss = functional.cross_entropy(model(pixels).float(), labels, reduction="sum")
-                (gradient,) = torch.autograd.grad(loss, pixels)
-            moved = pixels + gradient.sign() * stride
+            moved = pixels + _ascent(model, pixels, labels) * stride
             pixels = torch.minimum(torch.maximum(moved, low), high).detach()
         return pixels
 
@@ -61,6 +59,16 @@ class Attack:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON keys `kind`, `eps` and `steps`."""
         return {"kind": self.kind, "eps": self.eps, "steps": _STEPS[self.kind]}
+
+
+def _ascent(model: nn.Module, pixels: Tensor, labels: Tensor) -> Tensor:
+    """Return in which direction, 1 or -1, each pixel raises the loss of its image."""
+    with torch.enable_grad():
+        pixels = pixels.detach().requires_grad_()
+        scores = model(pixels).float()
+        loss = functional.cross_entropy(scores, labels, reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, pixels)
+    return gradient.sign()
 
 
 def attack_on(preprocess: Preprocess, kind: Kind | None, eps: float | None = None) -> Attack | None:

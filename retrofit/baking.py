@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.compare import Reference, tensors_of
+from retrofit.compare import Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.layers.weight_standardization import WeightStandardization
+from retrofit.utils.answers import tensors_of
 from retrofit.utils.running import (
     evaluating,
     hooked,
@@ -289,13 +290,15 @@ class _Trial:
             images as the layers baked so far give them, what the constants make of them.
             """
             half = len(out) // 2
-            base = self._bare[name](args[0][half:])
-            dims = self._bare[name].channel_dims(base)
-            weight, bias, errors[name] = _regress(base, out[:half], dims)
+            expected = out[:half]
+            bare = self._bare[name]
+            base = bare(args[0][half:])
+            weight, bias, errors[name] = _regress(base, expected, bare.channel_dims(base))
             if errors[name] > threshold:
                 return out
             constants[name] = self._layers[name].bakeable(weight, bias)
-            return torch.cat([out[:half], _scaled(base, *constants[name])])
+            baked = _scaled(base, *constants[name])
+            return torch.cat([expected, baked])
 
         def compute(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             if name not in constants:
@@ -436,7 +439,10 @@ def _regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tenso
     centred = base - mean_base
     spread = target - mean
     power = centred.square().mean(dims, keepdim=True)
-    weight = (centred * spread).mean(dims, keepdim=True) / power.clamp_min(1e-12)
+    product = (centred * spread).mean(dims, keepdim=True)
+    weight = product / power.clamp_min(1e-12)
+    bias = mean - weight * mean_base
     left = (spread - weight * centred).square().mean()
-    share = float((left / spread.square().mean().clamp_min(1e-30)).sqrt())
-    return weight, mean - weight * mean_base, share
+    variance = spread.square().mean().clamp_min(1e-30)
+    share = float((left / variance).sqrt())
+    return weight, bias, share

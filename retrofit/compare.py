@@ -3,9 +3,9 @@ counts.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.inputs import Call, Inputs, example_calls, holds_boxes, parts_of_detector
+from retrofit.inputs import Call, holds_boxes, parts_of_detector
+from retrofit.utils.answers import largest_gap, scale_of, tensors_of
 from retrofit.utils.running import hooked, undisturbed
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4
-# A comparison in them shows rounding alone.
-HALF = {torch.float16, torch.bfloat16}
 # Elements kept of each layer's output: all of it would be gigabytes for a large network.
 _SAMPLES = 4096
 NO_NUMBERS = (
@@ -78,7 +77,9 @@ class Comparison:
             return self.max_abs_diff / self.scale
         return math.inf
 
-    def problem(self, what: str = "the converted network is not the function of its source") -> str:
+    def problem(
+        self, claim: str = "the converted network is not the function of its source"
+    ) -> str:
         """Return a sentence on the difference; empty where there is none, or nothing was
         compared.
         """
@@ -87,7 +88,7 @@ class Comparison:
         place = ""
         if self.where:
             place = f" (in {self.where})"
-        return f"{what}{place}: {self}"
+        return f"{claim}{place}: {self}"
 
     def __str__(self) -> str:
         """The figures."""
@@ -104,17 +105,14 @@ class Comparison:
 class ComparisonError(RetrofitError):
     """A network is not the function that another is: "A differs from B by ...; advice"."""
 
-    def __init__(self, comparison: Comparison, what: str, advice: str) -> None:
+    def __init__(self, comparison: Comparison, claim: str, advice: str) -> None:
         self.comparison = comparison
-        said = (
-            f"{what} by {comparison.share:.2g} of the output's scale, more than "
+        message = (
+            f"{claim} by {comparison.share:.2g} of the output's scale, more than "
             f"{comparison.tolerance:g}; {advice}"
         )
-        super().__init__(str(comparison) if comparison.not_checked else said)
+        super().__init__(str(comparison) if comparison.not_checked else message)
 
-
-# What holds no tensors, whatever attributes it has.
-_NO_TENSORS = str | bytes | int | float | nn.Module | type | None
 
 _Outputs = list[list[Tensor]]
 _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
@@ -326,11 +324,11 @@ class Reference:
 
     def _top1_agreement(self, outputs: _Outputs) -> float | None:
         """Return the share of the samples with the same highest score; None if none has scores."""
-        same = [
-            ours[0].argmax(1) == theirs[0].argmax(1)
-            for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True)
-            if _is_scores(part, ours) and [t.shape for t in ours] == [t.shape for t in theirs]
-        ]
+        same: list[Tensor] = []
+        for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True):
+            shapes = [tensor.shape for tensor in theirs]
+            if _is_scores(part, ours) and shapes == [ours[0].shape]:
+                same.append(ours[0].argmax(1) == theirs[0].argmax(1))
         if same:
             return float(torch.cat(same).double().mean())
         return None
@@ -366,66 +364,6 @@ class Reference:
         return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
 
 
-def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and
-    other objects.
-
-    What is in `seen`, by `id`, is left out.
-    """
-    if seen is None:
-        seen = set()
-    if isinstance(answer, Tensor):
-        yield answer
-    elif isinstance(answer, _NO_TENSORS) or id(answer) in seen:
-        return
-    seen.add(id(answer))
-    for value in _held_by(answer):
-        yield from tensors_of(value, seen)
-
-
-def _held_by(answer: Any) -> Iterable[Any]:
-    """Return the values in an answer that may hold tensors."""
-    if isinstance(answer, Tensor):
-        return ()
-    if isinstance(answer, Mapping):
-        return answer.values()
-    if isinstance(answer, list | tuple):
-        return answer
-    if is_dataclass(answer):
-        return [getattr(answer, entry.name, None) for entry in fields(answer)]
-    if hasattr(answer, "__dict__") and not callable(answer):
-        return vars(answer).values()
-    return ()
-
-
-def largest_gap(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one
-    side only.
-    """
-    if ours.shape != theirs.shape:
-        return math.inf
-    a = _doubles(ours)
-    b = _doubles(theirs)
-    gap = (a - b)[(a != b) & ~(a.isnan() & b.isnan())].abs()
-    if gap.numel():
-        return float(gap.nan_to_num(math.inf, math.inf).max())
-    return 0.0
-
-
-def _doubles(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return torch.view_as_real(tensor).double()
-    return tensor.double()
-
-
-def scale_of(source: Tensor) -> float:
-    """Return the largest absolute value that is finite; 0 if none is."""
-    finite = source[source.isfinite()]
-    if finite.numel():
-        return float(finite.abs().max())
-    return 0.0
-
-
 def _kept(value: Tensor) -> Tensor:
     """Copy a tensor, which may be overwritten later, to where it stays; on the meta device there is
     nothing to copy.
@@ -455,59 +393,3 @@ def _nothing_to_compare(outputs: list[Tensor]) -> str:
     if not any(output.isfinite().any() for output in outputs):
         return NO_NUMBERS
     return ""
-
-
-@dataclass(frozen=True)
-class SourceRun:
-    """What a network answered before it is changed.
-
-    Attributes:
-        reference: What to compare with, and the shapes of the watched layers; None if the network
-            could not be run.
-        problem: Why it could not be run; empty if it could.
-        predictions: Its answers to images; None without images.
-    """
-
-    reference: Reference | None
-    problem: str = ""
-    predictions: Reference | None = None
-
-
-def run_source(
-    model: nn.Module,
-    inputs: Inputs | None,
-    input_size: Sequence[int] | None,
-    *,
-    layers: Iterable[str] = (),
-    images: Iterable[Tensor] | None = None,
-    whole: bool = True,
-) -> SourceRun:
-    """Run a network, for the shapes that its layers get and to compare it later.
-
-    Args:
-        model: The network, which is left as it was.
-        inputs: Example inputs; None for random samples.
-        input_size: Shape of one sample; None for the network's own.
-        layers: Names of layers whose outputs are kept too.
-        images: Batches (N, C, H, W) to compare predictions on.
-        whole: Whether to run every example call; one is enough for the shapes.
-
-    Raises:
-        RetrofitError: If the network refuses inputs or a size that the caller gave.
-    """
-    predictions = None
-    if images is not None:
-        predictions = Reference(model, [Call((batch,)) for batch in images])
-    dtypes = {
-        tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
-    }
-    try:
-        calls = example_calls(model, inputs, input_size)
-        reference = Reference(model, calls if whole else calls[:1], layers=layers)
-    except RetrofitError as error:
-        # A network in half precision may run on other devices alone.
-        in_full_precision = bool(dtypes) and dtypes.isdisjoint(HALF)
-        if in_full_precision and not (inputs is None and input_size is None):
-            raise
-        return SourceRun(None, str(error), predictions)
-    return SourceRun(reference, predictions=predictions)

@@ -179,15 +179,14 @@ class _Counts:
         self._outputs = scores.shape[1]
         finite = scores.isfinite().all(dim=1)
         best = scores.topk(min(5, self._outputs), dim=1).indices
-        ranks = best.eq(labels[:, None]) & finite[:, None]
+        is_label = best.eq(labels[:, None])
+        ranks = is_label & finite[:, None]
         self.ranks.append(ranks)
-        self._losses.append(
-            functional.cross_entropy(scores[finite], labels[finite], reduction="none")
-        )
+        losses = functional.cross_entropy(scores[finite], labels[finite], reduction="none")
+        self._losses.append(losses)
         right = ranks[:, 0]
         if self._attack is not None and right.any():
-            changed = self._attack(model, inputs[right], labels[right])
-            self._attacked += int((model(changed).argmax(1) == labels[right]).sum())
+            self._attacked += _resisted(self._attack, model, inputs[right], labels[right])
 
     def accuracy(self, skipped: tuple[str, ...]) -> Accuracy:
         """Return the figures of all batches."""
@@ -203,6 +202,13 @@ class _Counts:
             loss=float(losses.mean()),
             attacked1=None if self._attack is None else self._attacked,
         )
+
+
+def _resisted(attack: Attack, model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
+    """Return how many images (N, C, H, W) keep their class, of `labels` (N,), under an attack."""
+    changed = attack(model, inputs, labels)
+    predicted = model(changed).argmax(1)
+    return int((predicted == labels).sum())
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:

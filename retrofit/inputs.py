@@ -183,7 +183,7 @@ def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
     images = [torch.zeros(channels, *sides, device=device, dtype=dtype) for sides in _SIDES]
     layers = [module for module in model.modules() if module._parameters]
     try:
-        with undisturbed(model), hooked(one.register_forward_pre_hook(stop) for one in layers):
+        with undisturbed(model), hooked(layer.register_forward_pre_hook(stop) for layer in layers):
             model(images)
     except _TookListError:
         return True

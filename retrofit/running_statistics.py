@@ -79,7 +79,7 @@ def update_bn(
 @contextmanager
 def _restored_unless_in(changed: list[Any], layers: list[Any]) -> Iterator[None]:
     """Restore the buffers of the layers that are not in `changed` when the body ends."""
-    former = [
+    previous = [
         (layer, name, buffer, buffer.clone())
         for layer in layers
         for name, buffer in layer.named_buffers(recurse=False)
@@ -87,7 +87,7 @@ def _restored_unless_in(changed: list[Any], layers: list[Any]) -> Iterator[None]
     try:
         yield
     finally:
-        for layer, name, buffer, value in former:
+        for layer, name, buffer, value in previous:
             if layer not in changed:
                 # Whitening is reset to another tensor.
                 layer._buffers[name] = buffer.copy_(value)
@@ -175,12 +175,15 @@ def _mean_moments(
     def measure(name: str, layer: MigratedGroupNorm, args: tuple[Tensor, ...]) -> None:
         """Add up m k, k and 1 of each image and group: (3, G), in float64."""
         (x,) = args
-        scale, shift = (values.view(-1, *(1,) * (x.ndim - 2)) for values in layer.input_affine())
-        standardized = x.double() * scale + shift
+        scale, shift = layer.input_affine()
+        # One a channel, (C,), beside x's positions.
+        shape = (-1, *(1,) * (x.ndim - 2))
+        standardized = x.double() * scale.view(shape) + shift.view(shape)
         by_group = standardized.reshape(len(x), layer.num_groups, -1)
         var, mean = torch.var_mean(by_group, 2, correction=0)
         k = torch.rsqrt(var + layer.group_eps)
-        sums[name] = sums.get(name, 0) + torch.stack([mean * k, k, torch.ones_like(k)]).sum(1)
+        of_images = torch.stack([mean * k, k, torch.ones_like(k)])
+        sums[name] = sums.get(name, 0) + of_images.sum(1)
 
     watched = hooked(
         layer.register_forward_pre_hook(partial(measure, name)) for name, layer in layers.items()
@@ -198,11 +201,13 @@ def _standardize(layer: Any, mean: Tensor, deviation: Tensor) -> None:
     channels = layer.num_channels // layer.num_groups
     slope, _ = layer.input_affine()
     shift = mean.repeat_interleave(channels) / slope
-    variance = deviation.square().repeat_interleave(channels)
     layer.running_mean.copy_(layer.running_mean.double() + shift)
-    layer.running_var.copy_((layer.running_var.double() + layer.eps) * variance)
+    group_variance = deviation.square()
+    variance = group_variance.repeat_interleave(channels)
+    source_variance = layer.running_var.double() + layer.eps
+    layer.running_var.copy_(source_variance * variance)
     layer.eps.zero_()
-    layer.group_eps.div_(deviation.square().mean())
+    layer.group_eps.div_(group_variance.mean())
 
 
 def freeze_norms(model: nn.Module) -> int:

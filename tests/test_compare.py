@@ -14,10 +14,11 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from retrofit.compare import Comparison, Reference, tensors_of
+from retrofit.compare import Comparison, Reference
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, example_calls, own_input_size
 from retrofit.surgery.families import find_norms
+from retrofit.utils.answers import tensors_of
 
 
 def reference(model: nn.Module, size: tuple[int, ...] | None = None) -> Reference:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @options.weights
 @options.architecture
 @options.json
-def command(model: str, against: str | None, **given: Any) -> None:
+def command(model: str, against: str | None, **arguments: Any) -> None:
     """Measure time and memory.
 
     Raises:
@@ -67,33 +67,33 @@ def command(model: str, against: str | None, **given: Any) -> None:
     import torch
 
     if are_files == {True}:
-        conditions, device, answer = _measure_files(model, against, given)
+        conditions, device, answer = _measure_files(model, against, arguments)
     else:
-        conditions, device, answer = _measure_networks(model, against, given)
+        conditions, device, answer = _measure_networks(model, against, arguments)
     machine = f"{plural(torch.get_num_threads(), 'thread')}, {platform.machine()} CPU"
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     machine += f", torch {torch.__version__}"
-    batch_size = given["batch_size"]
-    rounds = given["rounds"]
+    batch_size = arguments["batch_size"]
+    rounds = arguments["rounds"]
     say(f"{rounds} turns each, batches of {batch_size} {conditions}, {machine}")
     emit({"schema": 1, "batch_size": batch_size, "rounds": rounds, "machine": machine, **answer})
 
 
-def _measure_networks(model: str, against: str | None, given: dict[str, Any]) -> Measured:
+def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]) -> Measured:
     """Return the conditions, the device and the JSON values of a measurement."""
     from retrofit.bench import MODES, Setting, measure
     from retrofit.cli.network import placement, taken
 
-    if given["runtime"] is not None:
+    if arguments["runtime"] is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
-    device, amp = placement(given)
-    networks = _opened(model, against, given)
+    device, amp = placement(arguments)
+    networks = _opened(model, against, arguments)
     sizes = {name: network.preprocess.input_size for name, network in networks.items()}
     modes = MODES
-    if given["mode"] != "both":
-        modes = (given["mode"],)
-    setting = Setting(**taken(dict(given), Setting), device=device, amp=amp)
+    if arguments["mode"] != "both":
+        modes = (arguments["mode"],)
+    setting = Setting(**taken(dict(arguments), Setting), device=device, amp=amp)
     measured = {name: (network.model, sizes[name]) for name, network in networks.items()}
     with progress_bar("measuring") as move:
         costs = measure(measured, setting, modes, move)
@@ -109,15 +109,15 @@ def _measure_networks(model: str, against: str | None, given: dict[str, Any]) ->
     return f"at {shapes}", device, {"networks": facts, "costs": [asdict(cost) for cost in costs]}
 
 
-def _opened(model: str, against: str | None, given: dict[str, Any]) -> dict[str, Network]:
+def _opened(model: str, against: str | None, arguments: dict[str, Any]) -> dict[str, Network]:
     """Open a network and its reference, by the name to show."""
     from retrofit.cli.network import open_network
     from retrofit.networks.artifact import artifact_path
     from retrofit.networks.library import build
     from retrofit.record import set_record
 
-    builder = given["network"]
-    network = open_network(model, given, beside=against)
+    builder = arguments["network"]
+    network = open_network(model, arguments, beside=against)
     if against is None and network.artifact is None:
         raise UsageError(
             f"{model} is no artifact, whose source would be the reference; give --against MODEL"
@@ -134,7 +134,7 @@ def _opened(model: str, against: str | None, given: dict[str, Any]) -> dict[str,
     return {model: network, against: open_network(against, {"network": builder})}
 
 
-def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Measured:
+def _measure_files(model: str, against: str | None, arguments: dict[str, Any]) -> Measured:
     import torch
 
     from retrofit.bench import measure_files
@@ -143,13 +143,13 @@ def _measure_files(model: str, against: str | None, given: dict[str, Any]) -> Me
     options.refuse_flags("an exported file is run as it is", but=of_files)
     if against is None:
         raise UsageError(f"{model} is measured against another file; name it with --against")
-    runtime: Any = given["runtime"] or "onnxruntime"
+    runtime: Any = arguments["runtime"] or "onnxruntime"
     with progress_bar("measuring") as move:
         costs = measure_files(
             {name: Path(name) for name in (model, against)},
             runtime,
-            batch_size=given["batch_size"],
-            rounds=given["rounds"],
+            batch_size=arguments["batch_size"],
+            rounds=arguments["rounds"],
             threads=torch.get_num_threads(),
             progress=move,
         )

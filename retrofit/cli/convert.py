@@ -71,7 +71,7 @@ _ADVICE = (
 @options.inputs
 @options.force
 @options.json
-def command(model: str, to: str | None, output: Path | None, force: bool, **given: Any) -> None:
+def command(model: str, to: str | None, output: Path | None, force: bool, **arguments: Any) -> None:
     """Convert a network and write the artifact.
 
     Raises:
@@ -88,8 +88,8 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **give
     from retrofit.surgery import CheckError
 
     output = output_file(output, f"{file_stem(model)}-{to}.safetensors", force)
-    network = open_network(model, given)
-    read_calibration(given, network)
+    network = open_network(model, arguments)
+    read_calibration(arguments, network)
     source = network.source
     facts = {
         "schema": 1,
@@ -99,7 +99,7 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **give
     }
     try:
         with waiting("converting, and running the network before and after"):
-            network.model, report = retrofit.convert(network.model, to, **given)
+            network.model, report = retrofit.convert(network.model, to, **arguments)
     except CheckError as error:
         _show(error.report)
         emit({**facts, **error.report.to_dict(), "output": None})
@@ -111,16 +111,16 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **give
     if note := Manifest.read(output).not_checked:
         say(f"note: the file is {note}")
     say_written(output)
-    own = source.library == "own"
+    is_own = source.library == "own"
     # `evaluate` and `finetune` take networks that classify, no others.
     if report.classifies:
         advice = f"retrofit evaluate {shlex.quote(str(output))}"
-        if own:
+        if is_own:
             advice += f" --network {source}"
         say(f"next: {advice} --data-dir DIR")
     else:
         into = ""
-        if own:
+        if is_own:
             into = ", into=YOUR_NETWORK"
         say(
             f"next: model = retrofit.load({str(output)!r}{into}), in the code that trains and "

@@ -39,7 +39,7 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.force
 @options.json
 def command(
-    model: str, against: str | None, folder: Path | None, force: bool, **given: Any
+    model: str, against: str | None, folder: Path | None, force: bool, **arguments: Any
 ) -> None:
     from retrofit.attack import attack_on
     from retrofit.cli.network import device_named, file_stem, open_data, open_network
@@ -48,14 +48,14 @@ def command(
     from retrofit.diagnose.report_folder import check_folder, write_report
     from retrofit.networks.artifact import artifact_path
 
-    device = device_named(given["device"])
-    kind = given.pop("attack")
-    eps = given.pop("eps")
+    device = device_named(arguments["device"])
+    kind = arguments.pop("attack")
+    eps = arguments.pop("eps")
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
     # The second network needs these too; `open_network` takes them out of `given`.
-    for_second = {name: given[name] for name in ("pretrained", "network")}
-    networks = {file_stem(model): open_network(model, given, beside=against)}
+    for_second = {name: arguments[name] for name in ("pretrained", "network")}
+    networks = {file_stem(model): open_network(model, arguments, beside=against)}
     if against is not None:
         name = file_stem(against)
         if name in networks:
@@ -68,19 +68,19 @@ def command(
     facts = {
         "schema": 1,
         "models": {name: network.facts for name, network in networks.items()},
-        "data": given["data_dir"] or given["dataset"],
-        "seed": given["seed"],
+        "data": arguments["data_dir"] or arguments["dataset"],
+        "seed": arguments["seed"],
     }
     diagnoses = {}
     for name, network in networks.items():
-        data = open_data(network, dict(given))
-        batches = labelled_batches(network, data, given["images"], given["batch_size"])
+        data = open_data(network, dict(arguments))
+        batches = labelled_batches(network, data, arguments["images"], arguments["batch_size"])
         with progress_bar(f"measuring {name}") as move:
             diagnoses[name] = diagnose(
                 network.model.to(device),
                 batches,
-                channels=given["channels"],
-                seed=given["seed"],
+                channels=arguments["channels"],
+                seed=arguments["seed"],
                 attack=attack_on(network.preprocess, kind, eps),
                 progress=move,
             )

@@ -61,7 +61,7 @@ _AS_IT_IS = (
 @options.attack
 @options.architecture
 @options.json
-def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: Any) -> None:
+def command(model: str, runtime: Any, attack: Any, eps: float | None, **arguments: Any) -> None:
     """Measure accuracy.
 
     Raises:
@@ -76,29 +76,29 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, **given: A
     network: Network | ExportedFile
     if Path(model).suffix == ".onnx":
         of_files: tuple[str, ...] = _OF_FILES
-        if given["device"] == "cpu":
+        if arguments["device"] == "cpu":
             of_files = (*_OF_FILES, "device")
         options.refuse_flags(f"{model} is an exported file, {_AS_IT_IS}", but=of_files)
         network = open_exported(Path(model), runtime or "onnxruntime")
-        given["device"] = "cpu"
+        arguments["device"] = "cpu"
         say(str(network), "bold")
     elif runtime is not None:
         raise UsageError(f"--runtime runs exported files (.onnx), and {model} is none; drop it")
     else:
-        network = open_network(model, given)
-    device, amp = placement(given)
+        network = open_network(model, arguments)
+    device, amp = placement(arguments)
     under = attack_on(network.preprocess, attack, eps)
     odd = odd_strengths(network.model)
     if odd:
         warn(odd)
-    answer = {"schema": 1, **network.facts, "data": given["data_dir"] or given["dataset"]}
-    data = open_data(network, given)
+    answer = {"schema": 1, **network.facts, "data": arguments["data_dir"] or arguments["dataset"]}
+    data = open_data(network, arguments)
     with progress_bar("evaluating") as move:
         result = evaluate(
             network.model,
             data,
             network.preprocess,
-            **taken(given, evaluate),
+            **taken(arguments, evaluate),
             device=device,
             amp=amp,
             attack=under,

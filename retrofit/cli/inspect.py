@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 @options.architecture
 @options.option("--full", "List every layer on its own line.", bool)
 @options.json
-def command(model: str, to: str | None, full: bool, **given: Any) -> None:
+def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     """List the normalization layers, and what a conversion would do to them.
 
     Raises:
@@ -55,9 +55,9 @@ def command(model: str, to: str | None, full: bool, **given: Any) -> None:
     from retrofit.networks.models import open_model
     from retrofit.surgery.families import find_norms, functional_norms
 
-    opening = taken(given, open_model)
+    opening = taken(arguments, open_model)
     # What is left are the options of a conversion.
-    flags = [name for name, value in given.items() if value not in (None, ())]
+    flags = [name for name, value in arguments.items() if value not in (None, ())]
     if to is None and flags:
         raise UsageError(f"`{flags[0]}` belongs to a conversion; give --to TARGET too")
     network = open_model(model, **opening)
@@ -75,8 +75,8 @@ def command(model: str, to: str | None, full: bool, **given: Any) -> None:
     if to is None:
         _show_layers(rows, full)
     else:
-        read_calibration(given, network)
-        plan = surgery.plan(network.model, to, **given)
+        read_calibration(arguments, network)
+        plan = surgery.plan(network.model, to, **arguments)
         show_plan(plan, full)
         say(", ".join(f"{count} {status}" for status, count in plan.counts.items()))
         answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
@@ -138,13 +138,16 @@ def _span(sizes: list[int | None]) -> str:
 def _show_census(rows: list[dict[str, Any]]) -> None:
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
+        family = row["family"] or ""
         strength = ""
         if "strength" in row:
             strength = f"{row['strength']:.3g}"
-        kinds[row["source"], row["family"] or "", strength, row["reason"]].append(row)
+        kind = (row["source"], family, strength, row["reason"])
+        kinds[kind].append(row)
     lines = []
     for (source, family, strength, reason), alike in kinds.items():
+        count = str(len(alike))
         channels = _span([row["channels"] for row in alike])
         listed = names(row["name"] or ROOT for row in alike)
-        lines.append((str(len(alike)), source, family, channels, strength, listed, reason))
+        lines.append((count, source, family, channels, strength, listed, reason))
     show_table(("count", "class", "family", "channels", "strength", "names", "remark"), lines)

@@ -21,16 +21,18 @@ from retrofit.utils.files import ensure_writable
 from retrofit.utils.text import one_line
 
 
-def taken(given: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
+def taken(arguments: dict[str, Any], function: Callable[..., Any]) -> dict[str, Any]:
     """Pop the arguments of a function from those that a command was given."""
     return {
-        name: given.pop(name) for name in inspect.signature(function).parameters if name in given
+        name: arguments.pop(name)
+        for name in inspect.signature(function).parameters
+        if name in arguments
     }
 
 
-def open_network(text: str, given: dict[str, Any], beside: str | None = None) -> Network:
+def open_network(text: str, arguments: dict[str, Any], beside: str | None = None) -> Network:
     """Open MODEL with its options, and say what it is; --network may be for the one `beside` it."""
-    options = taken(given, open_model)
+    options = taken(arguments, open_model)
     if beside is not None and artifact_path(beside) is not None and artifact_path(text) is None:
         options["network"] = None
     with waiting(f"opening {text}"):
@@ -51,19 +53,19 @@ def introduce(network: Network) -> None:
         warn(warning)
 
 
-def open_data(network: Network | ExportedFile, given: dict[str, Any]) -> ImageData:
+def open_data(network: Network | ExportedFile, arguments: dict[str, Any]) -> ImageData:
     """Open images for a network, and print any notes about them."""
-    named = {name: given.pop(name) for name in ("data_dir", "dataset", "split", "class_map")}
+    named = {name: arguments.pop(name) for name in ("data_dir", "dataset", "split", "class_map")}
     data = open_images(**named, labels=network.labels, channels=network.preprocess.input_size[0])
     for note in data.notes:
         say(f"note: {note}")
     return data
 
 
-def read_calibration(given: dict[str, Any], network: Network, images: int = 128) -> None:
+def read_calibration(arguments: dict[str, Any], network: Network, images: int = 128) -> None:
     """Replace the --calibrate folder with its images."""
-    if given["calibrate"] is not None:
-        given["calibrate"] = sample_batches(given["calibrate"], network.preprocess, images)
+    if arguments["calibrate"] is not None:
+        arguments["calibrate"] = sample_batches(arguments["calibrate"], network.preprocess, images)
 
 
 def device_named(name: str | None) -> torch.device:
@@ -84,7 +86,7 @@ def device_named(name: str | None) -> torch.device:
         ) from error
 
 
-def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
+def placement(arguments: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
     """Pop the device and the data type of mixed precision (None for none) from a command's
     arguments.
 
@@ -93,16 +95,16 @@ def placement(given: dict[str, Any]) -> tuple[torch.device, torch.dtype | None]:
     Raises:
         UsageError: If there is no such device, or a data type without mixed precision.
     """
-    device = device_named(given.pop("device"))
-    amp = given.pop("amp")
-    amp_dtype = given.pop("amp_dtype")
+    device = device_named(arguments.pop("device"))
+    amp = arguments.pop("amp")
+    amp_dtype = arguments.pop("amp_dtype")
     if amp_dtype is not None and not amp:
         raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
     half = amp_dtype or ("bfloat16" if device.type == "cpu" else "float16")
     return device, getattr(torch, half) if amp else None
 
 
-def output_file(given: Path | None, default: str, force: bool) -> Path:
+def output_file(path: Path | None, default: str, force: bool) -> Path:
     """Return the file that a command writes: what -o says, or `default`.
 
     Raises:
@@ -110,7 +112,7 @@ def output_file(given: Path | None, default: str, force: bool) -> Path:
         UsageError: If it has another ending than `default`: with --force it could be the artifact
             that is read.
     """
-    output = given or Path(default)
+    output = path or Path(default)
     ending = Path(default).suffix
     if output.suffix != ending:
         raise UsageError(

@@ -218,7 +218,7 @@ json = option(
     "Write one JSON object to stdout.",
     bool,
     expose_value=False,
-    callback=lambda context, _param, given: context.meta.update(json=given),
+    callback=lambda context, _param, value: context.meta.update(json=value),
 )
 inputs = option(
     "--inputs",

@@ -290,9 +290,11 @@ def _follow_activations(model: nn.Module, observers: "list[_Observer]") -> None:
     """Give each observer the activation that directly follows its layer."""
     by_layer = {observer.probe.layer: observer for observer in observers}
     by_name = {observer.probe.name: observer for observer in observers}
-    for site in find_sites(model, by_layer.__contains__).sites:
+    sites = find_sites(model, by_layer.__contains__).sites
+    called_once = [site for site in sites if site.places == 1]
+    for site in called_once:
         observer = by_name.get(site.norm)
-        if observer is not None and site.places == 1 and site.activation is not None:
+        if observer is not None and site.activation is not None:
             observer.activation = site.activation.module
     for module in model.modules():
         if isinstance(module, ProxyNorm) and module.norm in by_layer:
@@ -323,9 +325,11 @@ class _Observer:
         self._power.update(y)
         if self.activation is not None:
             out = self.probe.output(x)
+            activated = self.activation(out.clone())
             before = self.probe.by_channel(out)
-            after = self.probe.by_channel(self.activation(out.clone()))
-            step = 1 + (before.shape[2] - 1) // _POSITIONS
+            after = self.probe.by_channel(activated)
+            positions = before.shape[2]
+            step = 1 + (positions - 1) // _POSITIONS
             self._linearity.update(before[..., ::step], after[..., ::step])
         if self.seen % self._every == 0:
             self._look_closely(x, y)
@@ -334,7 +338,8 @@ class _Observer:
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
         """Plot channels of what the layer passes on, and of what its transform gets."""
         drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
-        channels = drawn[: self._channels].sort().values
+        few = drawn[: self._channels]
+        channels = few.sort().values
         state = self._generator.get_state()
         values = meters.sample(y, channels, _VALUES, self._generator)
         self._plots += _plots(values)
@@ -354,7 +359,13 @@ class _Observer:
             layer: Any = self.probe.layer
             used = 1 + float(layer.effective_alpha) * (lmbda.double() - 1)
             quantiles = tuple(np.quantile(used.numpy(), _QUANTILES).tolist())
+        linearity = None
+        if self.activation is not None:
+            linearity = self._linearity.result()
         ranked = sorted(self._plots, key=lambda plot: plot.r2)
+        median_plot = None
+        if ranked:
+            median_plot = ranked[len(ranked) // 2]
         return Layer(
             name=self.probe.name,
             kind=self.probe.kind,
@@ -363,9 +374,9 @@ class _Observer:
             power=self._power.result(),
             henze_zirkler=mean_of(map(meters.henze_zirkler, self._pairs)),
             dependence=mean_of(map(meters.dependence, self._pairs)),
-            linearity=self._linearity.result() if self.activation is not None else None,
+            linearity=linearity,
             lmbda=quantiles,
-            plot=ranked[len(ranked) // 2] if ranked else None,
+            plot=median_plot,
         )
 
 

@@ -34,16 +34,16 @@ def _findings(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _gaussianity_findings(layers: Sequence[Layer]) -> Iterator[str]:
-    by_r2 = [(layer.r2, layer.name) for layer in layers if layer.r2 is not None]
     r2 = mean_of(layer.r2 for layer in layers)
     if r2 is None:
         return
-    worst, furthest = min(by_r2)
     text = f"mean R² to normal {r2:.3f}"
     before = mean_of(layer.r2_before for layer in layers)
     if before is not None:
         text += f" ({before:.3f} before the transform)"
-    yield f"{text}; furthest from normal: {furthest} ({worst:.3f})"
+    measured = [(layer.r2, layer.name) for layer in layers if layer.r2 is not None]
+    lowest, name = min(measured)
+    yield f"{text}; furthest from normal: {name} ({lowest:.3f})"
 
 
 def _layer_findings(layers: Sequence[Layer]) -> Iterator[str]:

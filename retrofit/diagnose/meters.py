@@ -64,9 +64,10 @@ def qq(sample: FloatArray) -> QQ | None:
         return None
     theoretical = _normal_quantiles(len(sample))
     ordered = np.sort((sample - sample.mean()) / spread)
-    r = np.corrcoef(theoretical, ordered)[0, 1]
-    places = np.unique(np.linspace(0, len(ordered) - 1, _CURVE).round().astype(int))
-    return QQ(float(r) ** 2, theoretical[places], ordered[places])
+    correlation = float(np.corrcoef(theoretical, ordered)[0, 1])
+    evenly_spread = np.linspace(0, len(ordered) - 1, _CURVE)
+    places = np.unique(evenly_spread.round().astype(int))
+    return QQ(correlation**2, theoretical[places], ordered[places])
 
 
 @cache
@@ -95,13 +96,17 @@ def henze_zirkler(pair: FloatArray) -> float:
     if np.linalg.matrix_rank(covariance) < d:
         return 4.0 * n
     # Mean 0, covariance 1.
-    y = np.linalg.solve(np.linalg.cholesky(covariance), (pair - pair.mean(0)).T).T
+    root = np.linalg.cholesky(covariance)
+    y = np.linalg.solve(root, (pair - pair.mean(0)).T).T
     lengths = (y * y).sum(1)
-    gaps = np.maximum(lengths[:, None] + lengths - 2 * y @ y.T, 0.0)
+    gaps = lengths[:, None] + lengths - 2 * y @ y.T
+    # The square of the paper's smoothing parameter.
     beta2 = (n * (2 * d + 1) / 4) ** (2 / (d + 4)) / 2
-    empirical = np.exp(-beta2 / 2 * gaps).mean()
-    mixed = (1 + beta2) ** (-d / 2) * np.exp(-beta2 / (2 * (1 + beta2)) * lengths).mean()
-    return float(n * (empirical - 2 * mixed + (1 + 2 * beta2) ** (-d / 2)))
+    empirical = np.exp(-beta2 / 2 * np.maximum(gaps, 0.0)).mean()
+    shrinkage = beta2 / (2 * (1 + beta2))
+    mixed = (1 + beta2) ** (-d / 2) * np.exp(-shrinkage * lengths).mean()
+    normal = (1 + 2 * beta2) ** (-d / 2)
+    return float(n * (empirical - 2 * mixed + normal))
 
 
 def dependence(pair: FloatArray, bins: int = 10) -> float:
@@ -190,16 +195,12 @@ class LinearityMeter(_Meter):
 
     def update(self, x: Tensor, z: Tensor) -> None:
         """Add the activation's input and output, each of shape (N, C, positions)."""
-        x_mean = x.mean(2, keepdim=True)
-        z_mean = z.mean(2, keepdim=True)
-        x_rest = x - x_mean
-        z_rest = z - z_mean
-        xx = torch.linalg.vecdot(x_rest, x_rest).double() / x.shape[2]
-        zz = torch.linalg.vecdot(z_rest, z_rest).double() / x.shape[2]
-        xz = torch.linalg.vecdot(x_rest, z_rest).double() / x.shape[2]
-        a = x_mean.squeeze(2).double()
-        b = z_mean.squeeze(2).double()
-        self._add([a, b, xx + a * a, zz + b * b, xz + a * b])
+        x_mean, x_rest = _mean_and_rest(x)
+        z_mean, z_rest = _mean_and_rest(z)
+        xx = _covariance(x_rest, x_rest) + x_mean * x_mean
+        zz = _covariance(z_rest, z_rest) + z_mean * z_mean
+        xz = _covariance(x_rest, z_rest) + x_mean * z_mean
+        self._add([x_mean, z_mean, xx, zz, xz])
 
     def result(self) -> float:
         """Return the mean over channels; one whose output does not vary counts as linear."""
@@ -210,6 +211,17 @@ class LinearityMeter(_Meter):
         scale = (x_var * z_var).clamp_min(torch.finfo(x_var.dtype).tiny)
         share = (xz - x * z).square() / scale
         return float(torch.where(z_var <= 1e-12 * zz, 1.0, share).clamp_max(1).mean())
+
+
+def _mean_and_rest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean over positions, (N, C) in float64, and what is left, of x's shape."""
+    mean = x.mean(2, keepdim=True)
+    return mean.squeeze(2).double(), x - mean
+
+
+def _covariance(x: Tensor, z: Tensor) -> Tensor:
+    """Return the mean product over positions, (N, C) in float64."""
+    return torch.linalg.vecdot(x, z).double() / x.shape[2]
 
 
 class Probe:
@@ -282,11 +294,11 @@ def probes(model: nn.Module) -> tuple[list[Probe], list[str]]:
 
     Each module has one probe; both lists are in the model's order.
     """
-    found: dict[nn.Module, Probe] = {}
+    by_layer: dict[nn.Module, Probe] = {}
     others = []
     for norm in find_norms(model):
         if norm.family is None and norm.status != "kept":
             others.append(norm.name)
-        elif norm.module not in found and not isinstance(norm.module, ProxyNorm):
-            found[norm.module] = Probe(norm.name, norm.module)
-    return list(found.values()), others
+        elif norm.module not in by_layer and not isinstance(norm.module, ProxyNorm):
+            by_layer[norm.module] = Probe(norm.name, norm.module)
+    return list(by_layer.values()), others

@@ -68,16 +68,20 @@ def attenuation(
         clean, _ = out.chunk(2)
         shape = [1] * clean.ndim
         shape[source.channel_axis(clean)] = -1
-        spread = source.by_channel(clean).std((0, 2), correction=0).to(clean).view(shape)
-        return torch.cat([clean, clean + INJECTED * spread * _noise_like(clean, generator)])
+        deviation = source.by_channel(clean).std((0, 2), correction=0)
+        spread = deviation.to(clean).view(shape)
+        noise = INJECTED * spread * _noise_like(clean, generator)
+        return torch.cat([clean, clean + noise])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
         if probe.name in errors or not (errors or probe is source):
             return
         clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
-        scale = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
+        signal = clean - clean.mean((0, 2), keepdim=True)
+        scale = torch.linalg.vector_norm(signal)
         if scale > 0:
-            errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / scale)
+            error = torch.linalg.vector_norm(noisy - clean)
+            errors[probe.name] = float(error / scale)
 
     watched = hooked(probe.layer.register_forward_hook(partial(compare, probe)) for probe in live)
     with source.layer.register_forward_hook(perturb), watched:
@@ -132,9 +136,11 @@ def under_attack(
     for (pixels, labels), clean in zip(batches, answers, strict=True):
         if labels is None:
             return None
-        hit = clean == labels.to(clean)
         images += len(pixels)
+        hit = clean == labels.to(clean)
         if hit.any():
-            changed = attack(model, pixels[hit], clean[hit])
-            right += int((model(changed).argmax(1) == clean[hit]).sum())
+            classes = clean[hit]
+            changed = attack(model, pixels[hit], classes)
+            predicted = model(changed).argmax(1)
+            right += int((predicted == classes).sum())
     return UnderAttack(str(attack), 100 * right / images)

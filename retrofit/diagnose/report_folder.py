@@ -158,14 +158,16 @@ def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
 
 
 def _lines(axes: Axes, networks: Networks, attribute: str, suffix: str = "", **style: Any) -> None:
+    drawn = style or {"marker": "o", "markersize": 3}
     for name, diagnosis, colour in _coloured(networks):
-        values = enumerate(map(attrgetter(attribute), diagnosis.layers))
-        points = [(number, value) for number, value in values if value is not None]
+        values = map(attrgetter(attribute), diagnosis.layers)
+        points = {number: value for number, value in enumerate(values) if value is not None}
         if points:
-            drawn = style or {"marker": "o", "markersize": 3}
-            axes.plot(*zip(*points, strict=True), color=colour, label=name + suffix, **drawn)
+            label = name + suffix
+            axes.plot(list(points), list(points.values()), color=colour, label=label, **drawn)
     _by_layer(axes)
-    axes.set_xlim(-0.5, max(len(diagnosis.layers) for diagnosis in networks.values()) - 0.5)
+    most_layers = max(len(diagnosis.layers) for diagnosis in networks.values())
+    axes.set_xlim(-0.5, most_layers - 0.5)
 
 
 def _gaussianity(figure: Figure, networks: Networks) -> None:
@@ -179,19 +181,23 @@ def _qq(figure: Figure, networks: Networks) -> None:
     grid = figure.subplots(2 * len(networks), 2, squeeze=False, sharex=True, sharey=True)
     panels = grid.reshape(len(networks), 4)
     for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
-        drawn = [
-            (i, layer.name, layer.plot)
-            for i, layer in enumerate(diagnosis.layers)
-            if layer.plot is not None
-        ]
+        layers = enumerate(diagnosis.layers)
+        drawn = [(number, layer) for number, layer in layers if layer.plot is not None]
         for column, axes in enumerate(row if drawn else ()):
-            number, layer, plot = drawn[round(column * (len(drawn) - 1) / 3)]
-            axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
-            axes.plot(plot.theoretical, plot.ordered, ".", markersize=3, color=colour)
-            axes.set_title(f"{number}: {printable(layer, 20)}\nR² {plot.r2:.3f}", fontsize=8)
-            axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
+            number, layer = drawn[round(column * (len(drawn) - 1) / 3)]
+            _qq_panel(axes, number, layer, colour)
         row[0].set_ylabel(name, fontsize=8)
     figure.supxlabel("normal quantiles")
+
+
+def _qq_panel(axes: Axes, number: int, layer: Layer, colour: str) -> None:
+    plot = layer.plot
+    assert plot is not None
+    axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
+    axes.plot(plot.theoretical, plot.ordered, ".", markersize=3, color=colour)
+    title = f"{number}: {printable(layer.name, 20)}\nR² {plot.r2:.3f}"
+    axes.set_title(title, fontsize=8)
+    axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
 
 
 def _power(figure: Figure, networks: Networks) -> None:
@@ -252,9 +258,10 @@ def _noise(figure: Figure, networks: Networks) -> None:
 def _lambda(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     for name, diagnosis, colour in _coloured(networks):
-        points = [(i, *layer.lmbda) for i, layer in enumerate(diagnosis.layers) if layer.lmbda]
+        points = {i: layer.lmbda for i, layer in enumerate(diagnosis.layers) if layer.lmbda}
         if points:
-            x, _, low, first, middle, third, high, _ = zip(*points, strict=True)
+            x = list(points)
+            _, low, first, middle, third, high, _ = zip(*points.values(), strict=True)
             axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
             axes.fill_between(x, first, third, color=colour, alpha=0.35, linewidth=0)
             axes.plot(x, middle, color=colour, label=name)
@@ -385,7 +392,8 @@ def _table(layers: Sequence[Layer]) -> str:
         "class": [layer.kind for layer in layers],
     }
     for title, attribute in _FIGURES.items():
-        columns[title] = [_figure(attrgetter(attribute)(layer)) for layer in layers]
+        values = map(attrgetter(attribute), layers)
+        columns[title] = [_figure(value) for value in values]
     filled = {title: cells for title, cells in columns.items() if any(cells)}
     head = _row("th", filled)
     body = "".join(_row("td", cells) for cells in zip(*filled.values(), strict=True))

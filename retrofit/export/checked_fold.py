@@ -158,5 +158,6 @@ def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]
         layer: Any = network.get_submodule(name)
         if layer.channel_map() is None:
             mean = float(torch.cat(batches).mean())
-            means[name] = 1 + float(layer.effective_alpha) * (mean - 1)
+            strength = float(layer.effective_alpha)
+            means[name] = 1 + strength * (mean - 1)
     return means

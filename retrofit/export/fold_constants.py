@@ -44,13 +44,17 @@ def replace_power_transforms(graph: FoldingGraph, fits: Mapping[Node, Fit]) -> N
         transform = Transform.of(graph.module, node)
         fit = fits.get(node) or transform.exact_form()
         name = layer_of(node)
-        layers = frozenset([name]) if fit.form == "affine" else frozenset()
-        before = AffineMap(transform.sign * fit.scale, fit.shift, 1, layers, is_norm=True)
+        layers: frozenset[str] = frozenset()
+        if fit.form == "affine":
+            layers = frozenset([name])
+        scale = transform.sign * fit.scale
+        before = AffineMap(scale, fit.shift, 1, layers, is_norm=True)
         x: Any = node.args[0]
         for part in (before, *fit.parts):
             x = graph.insert(node, x, part)
         if fit.after is not None:
-            x = graph.insert(node, x, AffineMap(fit.after, torch.zeros_like(fit.after)))
+            after = AffineMap(fit.after, torch.zeros_like(fit.after))
+            x = graph.insert(node, x, after)
         if graph.layers.get(name) != "frozen":
             graph.layers[name] = fit.form
         if fit.has_activation and transform.relu is not None:
@@ -64,10 +68,10 @@ def recognize_affine_maps(graph: FoldingGraph) -> None:
     """
     for node in list(graph.graph.nodes):
         norm = _norm_before(node)
-        found = _arithmetic(graph, node) if norm is None else _batch_norm(graph, norm)
-        if found is None:
+        recognized = _arithmetic(graph, node) if norm is None else _batch_norm(graph, norm)
+        if recognized is None:
             continue
-        x, affine = found
+        x, affine = recognized
         if layer_of(node) in graph.batch_norms:
             graph.layers.setdefault(layer_of(node), "affine")
         graph.replace(node, graph.insert(node, x, affine))
@@ -95,8 +99,10 @@ def _batch_norm(graph: FoldingGraph, norm: Node) -> tuple[Any, AffineMap] | None
             return None
         constants.append(constant)
     mean, var, weight, bias = constants
-    scale, shift = ChannelMap.of(mean, var, values["eps"], weight, bias).affine()
-    return values["input"], AffineMap(scale, shift, 1, frozenset([layer_of(norm)]), is_norm=True)
+    constant_map = ChannelMap.of(mean, var, values["eps"], weight, bias)
+    scale, shift = constant_map.affine()
+    layers = frozenset([layer_of(norm)])
+    return values["input"], AffineMap(scale, shift, 1, layers, is_norm=True)
 
 
 def _arithmetic(graph: FoldingGraph, node: Node) -> tuple[Any, AffineMap] | None:
@@ -135,11 +141,12 @@ def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
     shape = shape_of(x)
     if dtypes != {torch.float32} or shape != shape_of(result):
         return None
-    first = len(shape) - value.ndim
-    dims = [dim for dim, size in enumerate(value.shape, first) if size != 1]
-    if len(dims) != 1 or dims[0] not in (1, len(shape) - 1):
-        return None
-    return dims[0]
+    last = len(shape) - 1
+    first_of_value = len(shape) - value.ndim
+    dims = [dim for dim, size in enumerate(value.shape, first_of_value) if size != 1]
+    if dims in ([1], [last]):
+        return dims[0]
+    return None
 
 
 def merge_adjacent_maps(graph: FoldingGraph) -> None:
@@ -147,7 +154,9 @@ def merge_adjacent_maps(graph: FoldingGraph) -> None:
     for node, affine in graph.affine_maps():
         previous: Any = node.args[0]
         before = graph.affine_map(previous)
-        if before is None or before.dim != affine.dim or users_of(previous) != [node]:
+        if before is None or before.dim != affine.dim:
+            continue
+        if users_of(previous) != [node]:
             continue
         graph.set_module(node, before.then(affine))
         node.args = previous.args
@@ -166,23 +175,22 @@ def fold_into_producers(graph: FoldingGraph) -> None:
             graph.replace(node, producer)
 
 
-def _merged(layer: LinearMap | None, matrix: LinearMap | None) -> LinearMap | None:
-    if layer is None or matrix is None:
-        return None
-    return layer.then_groups(matrix)
-
-
 def merge_whitenings(graph: FoldingGraph) -> None:
     """Merge a convolution of size 1, of as many channels a group as it takes, into the layer before
     it.
     """
-    for node in [node for node in graph.graph.nodes if node.target in LINEAR]:
+    layers = [node for node in graph.graph.nodes if node.target in LINEAR]
+    for node in layers:
         producer: Any = node.args[0]
         if producer.target not in LINEAR or users_of(producer) != [node]:
             continue
         if _channel_dim(producer) != _channel_dim(node):
             continue
-        merged = _merged(graph.linear(producer), _point_matrix(graph, node))
+        layer = graph.linear(producer)
+        matrix = _point_matrix(graph, node)
+        if layer is None or matrix is None:
+            continue
+        merged = layer.then_groups(matrix)
         if merged is None:
             continue
         graph.set_linear(producer, merged)
@@ -250,11 +258,15 @@ def remove_unused(graph: FoldingGraph) -> None:
     )
     module = graph.module
     used = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
-    called = tuple(f"{node.target}." for node in graph.graph.nodes if node.op == "call_module")
-    parameters = module.named_parameters(remove_duplicate=False)
-    buffers = module.named_buffers(remove_duplicate=False)
-    for name in {name for name, _ in (*parameters, *buffers)} - used:
-        if not name.startswith(called):
+    calls = graph.graph.find_nodes(op="call_module")
+    inside_called = tuple(f"{node.target}." for node in calls)
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    unused = {name for name, _ in tensors} - used
+    for name in unused:
+        if not name.startswith(inside_called):
             owner, _, attribute = name.rpartition(".")
             delattr(module.get_submodule(owner), attribute)
 

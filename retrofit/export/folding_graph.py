@@ -131,17 +131,19 @@ class FoldingGraph:
             return None
         values = arguments(node)
         weight = self.constant(values["weight"])
+        if weight is None or not self._has_one_reader(values["weight"]):
+            return None
         bias = self.constant(values["bias"])
-        is_bias_unknown = bias is None and values["bias"] is not None
-        if weight is None or is_bias_unknown or not self._has_one_reader(values["weight"]):
+        if bias is None and values["bias"] is not None:
             return None
         # A single sample without its batch
         if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
             return None
         transposed = node.target in _TRANSPOSED
+        groups = values.get("groups", 1)
         padding = values.get("padding", "valid")
         pads = transposed or _pads_zeros(padding, weight)
-        return LinearMap.of(weight, bias, values.get("groups", 1), transposed, pads)
+        return LinearMap.of(weight, bias, groups, transposed, pads)
 
     def set_linear(self, node: Node, layer: LinearMap) -> None:
         """Give a convolution or linear layer other constants."""

@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
 
 @contextmanager
-def reported(what: str) -> Iterator[None]:
+def reported(problem: str) -> Iterator[None]:
     """Silence a library, and make a RetrofitError of its exceptions, which have no common class."""
     try:
         with silence():
@@ -47,7 +47,7 @@ def reported(what: str) -> Iterator[None]:
     except RetrofitError:
         raise
     except Exception as error:
-        raise RetrofitError(f"{what} ({cause_of(error)}); please report it") from error
+        raise RetrofitError(f"{problem} ({cause_of(error)}); please report it") from error
 
 
 def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export.ExportedProgram]:

@@ -57,8 +57,8 @@ def narrowed(
         check = Check(reference, f"use `fold='exact'`, keep float32, {accept}")
         rounded = reference.compare(HalfRun(exported.module()))
         if rounded.differs:
-            what = "float16, which ends at 65504, differs from PyTorch"
-            raise ComparisonError(rounded, what, check.advice)
+            claim = "float16, which ends at 65504, differs from PyTorch"
+            raise ComparisonError(rounded, claim, check.advice)
         narrow = to_float16(model)
     narrow.producer_name = model.producer_name
     narrow.producer_version = model.producer_version
@@ -134,11 +134,12 @@ def _operators_that_take(graph: onnx.GraphProto) -> dict[str, set[str]]:
 def _polynomial_steps(graph: onnx.GraphProto) -> set[str]:
     """Return the outputs of depthwise convolutions of size 1."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
+    convolutions = [node for node in graph.node if node.op_type == "Conv"]
     steps = set()
-    for node in graph.node:
-        groups = [attribute.i for attribute in node.attribute if attribute.name == "group"]
-        is_grouped = node.op_type == "Conv" and bool(groups) and groups[0] > 1
-        if is_grouped and sizes.get(node.input[1]) == groups[0]:
+    for node in convolutions:
+        attributes = {attribute.name: attribute.i for attribute in node.attribute}
+        groups = attributes.get("group", 1)
+        if groups > 1 and sizes.get(node.input[1]) == groups:
             steps.add(node.output[0])
     return steps
 

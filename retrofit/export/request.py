@@ -74,10 +74,7 @@ class Request:
         if dtype != torch.float32:
             self.network = copied(self.network).float()
         self.calls = [call.to(device, torch.float32) for call in self._example_calls()]
-        arguments = tree_leaves((self.calls[0].args, dict(self.calls[0].kwargs)))
-        self.sample: tuple[int, ...] = ()
-        if len(arguments) == 1 and isinstance(arguments[0], Tensor):
-            self.sample = tuple(arguments[0].shape[1:])
+        self.sample = _shape_of_sample(self.calls[0])
         self._check_size_of_images()
 
     def _problems_of_options(self) -> Iterator[str]:
@@ -216,10 +213,21 @@ class Request:
         sizes = [1, 3, *[32] * (count // 32 + 1)]
         if self.batch is not None:
             sizes = [self.batch] * (count // self.batch)
-        ends = accumulate(sizes, initial=0)
-        stacks = [torch.stack(list(images[a:b])) for a, b in pairwise(ends) if a < count]
         device = device_of(self.network)
-        return [Call((stack,)).to(device, torch.float32) for stack in stacks]
+        calls = []
+        for first, end in pairwise(accumulate(sizes, initial=0)):
+            if first < count:
+                batch = torch.stack(list(images[first:end]))
+                calls.append(Call((batch,)).to(device, torch.float32))
+        return calls
+
+
+def _shape_of_sample(call: Call) -> tuple[int, ...]:
+    """Return the shape of one sample; empty where a call takes something else than one tensor."""
+    arguments = tree_leaves((call.args, dict(call.kwargs)))
+    if len(arguments) == 1 and isinstance(arguments[0], Tensor):
+        return tuple(arguments[0].shape[1:])
+    return ()
 
 
 def problems_of_tolerance(tolerance: float | None, advice: str) -> Iterator[str]:

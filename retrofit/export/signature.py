@@ -85,8 +85,8 @@ class TensorArgument:
         return advice
 
     def _refusal(self, expected: Any, passed: Any, advice: str) -> RetrofitError:
-        what = f"the folded network takes `{self.name}` of {expected}, not of {passed}"
-        return RetrofitError(f"{what}; {advice}")
+        difference = f"the folded network takes `{self.name}` of {expected}, not of {passed}"
+        return RetrofitError(f"{difference}; {advice}")
 
 
 @dataclass(frozen=True)

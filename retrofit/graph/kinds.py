@@ -58,7 +58,9 @@ def wrapped_functions() -> tuple[Callable[..., Any], ...]:
     import torchvision.ops
     from timm.layers import get_notrace_functions
 
-    operators = (found for name, found in inspect.getmembers(torchvision.ops, inspect.isfunction))
+    operators = (
+        function for name, function in inspect.getmembers(torchvision.ops, inspect.isfunction)
+    )
     return (*(f for f in get_notrace_functions() if callable(f)), *_timm_functions(), *operators)
 
 
@@ -69,9 +71,14 @@ def _timm_functions() -> dict[Any, Any]:
     """
     from timm.layers import activations, activations_me
 
-    own: dict[str, Any] = {**vars(activations), **vars(activations_me)}
-    classes = {name.lower(): value for name, value in own.items() if inspect.isclass(value)}
-    named = ((function, classes.get(name.replace("_", ""))) for name, function in own.items())
+    activations_of_timm: dict[str, Any] = {**vars(activations), **vars(activations_me)}
+    classes = {
+        name.lower(): value for name, value in activations_of_timm.items() if inspect.isclass(value)
+    }
+    named = (
+        (function, classes.get(name.replace("_", "")))
+        for name, function in activations_of_timm.items()
+    )
     return {
         function: cls for function, cls in named if inspect.isfunction(function) and cls is not None
     }
@@ -185,14 +192,14 @@ def is_plain_affine(module: nn.Module) -> bool:
         for base in cls.__mro__
         if base.__module__ in (nn.Conv2d.__module__, nn.Linear.__module__)
     )
-    own = (
+    used_as_they_are = (
         "forward",
         "_conv_forward",
         "weight",
         "bias",
     )
     # A parametrized layer has its weight as a property of its class.
-    return all(getattr(cls, name, None) is getattr(base, name, None) for name in own)
+    return all(getattr(cls, name, None) is getattr(base, name, None) for name in used_as_they_are)
 
 
 def is_leaf(module: nn.Module) -> bool:

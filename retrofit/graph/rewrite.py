@@ -269,10 +269,12 @@ class _Replacement(ast.NodeTransformer):
         """
         if edit.selector:
             expression, norm = edit.selector
-            there = ast.parse(expression, mode="eval").body
-            for part in ast.walk(there):
+            norm_there = ast.parse(expression, mode="eval").body
+            for part in ast.walk(norm_there):
                 ast.copy_location(part, function)
-            return ast.Compare(self._call("get_submodule", ast.Constant(norm)), [ast.Is()], [there])
+            return ast.Compare(
+                self._call("get_submodule", ast.Constant(norm)), [ast.Is()], [norm_there]
+            )
         if isinstance(edit.target, str):
             return None
         root, *path = ast.unparse(function).split(".")

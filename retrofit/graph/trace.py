@@ -423,5 +423,7 @@ def _is_raised_by_code(error: Exception) -> bool:
     last: Any = error.__traceback__
     while last.tb_next is not None:
         last = last.tb_next
-    own = not last.tb_frame.f_globals.get("__name__", "").startswith(_MACHINERY)
-    return own and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    is_of_the_code = not last.tb_frame.f_globals.get("__name__", "").startswith(_MACHINERY)
+    return (
+        is_of_the_code and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    )

@@ -396,7 +396,10 @@ def sample_loader(
         lowest = min(targets)
         if lowest < 0:
             raise RetrofitError(f"cannot read {data.images.unreadable(lowest)}; remove it")
-        return torch.stack(pixels), torch.tensor(targets, device="cpu") if labelled else None
+        labels = None
+        if labelled:
+            labels = torch.tensor(targets, device="cpu")
+        return torch.stack(pixels), labels
 
     data.images.transform = create_transform(**preprocess.to_dict())
     count = min(images, len(data.images))

@@ -254,28 +254,30 @@ def no_waiting_for_the_hub() -> Iterator[None]:
 
 
 def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
-    said = one_line(error)
+    message = one_line(error)
     # The hub's message is three sentences long.
     if isinstance(error, LocalEntryNotFoundError):
-        said = "it is not in the cache, and the hub cannot be reached"
+        message = "it is not in the cache, and the hub cannot be reached"
     on_hub = source.name.startswith("hf-hub:")
     if isinstance(error, OSError) and (pretrained or on_hub):
         instead = "pass `checkpoint=FILE`"
         if on_hub:
             instead += " with a plain timm name"
-        return RetrofitError(f"cannot download {source} ({said}); check the network, or {instead}")
+        return RetrofitError(
+            f"cannot download {source} ({message}); check the network, or {instead}"
+        )
     if pretrained and (
-        "No pretrained weights" in said or isinstance(error, KeyError | AttributeError)
+        "No pretrained weights" in message or isinstance(error, KeyError | AttributeError)
     ):
         return RetrofitError(
             f"no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`"
         )
     if source.kwargs:
-        given = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
         return UsageError(
-            f"cannot build {source} with {given}: {said}; change or drop these options"
+            f"cannot build {source} with {arguments}: {message}; change or drop these options"
         )
-    return RetrofitError(f"cannot build {source}: {said}; choose another network")
+    return RetrofitError(f"cannot build {source}: {message}; choose another network")
 
 
 def timm_source(model: nn.Module) -> ModelSource | None:
@@ -368,10 +370,10 @@ def _timms_preprocess(model: nn.Module, source: ModelSource) -> Preprocess:
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     channels = getattr(first, "in_channels", 3)
     cfg = {"input_size": (channels, 224, 224), **(getattr(model, "pretrained_cfg", None) or {})}
-    given = record_of(model).input_size
+    converted_size = record_of(model).input_size
     # Of a network that a library builds, the library's size counts.
-    if source.library == "own" and given is not None and len(given) == 3:
-        cfg["input_size"] = given
+    if source.library == "own" and converted_size is not None and len(converted_size) == 3:
+        cfg["input_size"] = converted_size
     try:
         return Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))
     except (TypeError, ValueError, OverflowError) as error:

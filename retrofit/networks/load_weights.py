@@ -186,8 +186,8 @@ class _Misfit:
         """Return what was loaded, where the user takes what fits."""
         loaded = Loaded(self.unexpected + self.unfit, self.missing + self.unfit)
         if loaded.left_random:
-            said = f"of the network's {len(weight_names(self.ours))} tensors are left RANDOM"
-            loaded.warnings.append(_partial(loaded.left_random, said))
+            warning = f"of the network's {len(weight_names(self.ours))} tensors are left RANDOM"
+            loaded.warnings.append(_partial(loaded.left_random, warning))
         if loaded.left_out:
             loaded.warnings.append(
                 _partial(loaded.left_out, "tensors of the checkpoint are left out")
@@ -233,8 +233,8 @@ class _Misfit:
         return differing
 
 
-def _partial(names: Names, what: str) -> str:
-    return f"PARTIAL: {len(names)} {what} ({shortlist(names)})"
+def _partial(names: Names, description: str) -> str:
+    return f"PARTIAL: {len(names)} {description} ({shortlist(names)})"
 
 
 def _prefix(ours: Tensors, state: Tensors) -> str:
@@ -308,8 +308,8 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
     odd = [f"{printable(their, 64)} as {our}" for our, their in pairs if _against(our, their)]
     if not odd:
         return Loaded()
-    said = f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"
-    return Loaded(warnings=[said])
+    warning = f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"
+    return Loaded(warnings=[warning])
 
 
 def _against(ours: str, theirs: str) -> bool:
@@ -323,9 +323,9 @@ def _order_problem(ours: Tensors, state: Tensors) -> str | None:
     pairs = zip_longest(weight_names(ours), weight_names(state))
     for number, (our, their) in enumerate(pairs, start=1):
         if our is None or their is None or not _alike(ours[our], state[their], our):
-            here = f"{_described(ours, our)} in the network"
-            there = f"{_described(state, their)} in the checkpoint"
-            return f"tensor {number} is {here}, {there}; check which network it is of"
+            in_network = f"{_described(ours, our)} in the network"
+            in_checkpoint = f"{_described(state, their)} in the checkpoint"
+            return f"tensor {number} is {in_network}, {in_checkpoint}; check which network it is of"
     return None
 
 

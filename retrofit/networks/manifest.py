@@ -136,12 +136,12 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         schema = values["schema"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, "its manifest is not readable") from error
-    said = f"schema {printable(schema, 40)}"
+    version = f"schema {printable(schema, 40)}"
     if type(schema) is not int or schema < 1:
-        raise damaged(path, f"its manifest has {said}")
+        raise damaged(path, f"its manifest has {version}")
     if schema > SCHEMA:
         raise RetrofitError(
-            f"{path} has {said}, this retrofit reads up to {SCHEMA}; upgrade retrofit"
+            f"{path} has {version}, this retrofit reads up to {SCHEMA}; upgrade retrofit"
         )
     return values
 

@@ -87,14 +87,14 @@ def weights_sentence(weights: Mapping[str, Any]) -> str:
 
 def _part_taken(weights: Mapping[str, Any]) -> str:
     """Say which part of a checkpoint was taken, and what else it holds."""
-    said = ""
+    description = ""
     if key := weights.get("key"):
-        said += f", its {printable(key, 64)}"
+        description += f", its {printable(key, 64)}"
     if weights.get("left_random"):
-        said += " in PART"
+        description += " in PART"
     if others := weights.get("others"):
-        said += f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)"
-    return said
+        description += f" (it also holds {shortlist(others)}: `checkpoint_key=NAME`)"
+    return description
 
 
 def open_model(
@@ -141,7 +141,7 @@ def open_model(
     }
     file = artifact.artifact_path(text)
     if file is not None:
-        _refuse_given(text, {"pretrained": pretrained, "checkpoint": checkpoint, **sizes})
+        _refuse_arguments(text, {"pretrained": pretrained, "checkpoint": checkpoint, **sizes})
         return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(
@@ -181,12 +181,12 @@ def open_model(
     return Network(model)
 
 
-def _refuse_given(text: str, arguments: Mapping[str, Any]) -> None:
+def _refuse_arguments(text: str, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that say anew what an artifact holds."""
-    given = [f"`{name}`" for name, value in arguments.items() if value not in (None, False)]
-    if given:
+    passed = [f"`{name}`" for name, value in arguments.items() if value not in (None, False)]
+    if passed:
         raise UsageError(
-            f"{text} is an artifact with its own weights and sizes; drop {', '.join(given)}"
+            f"{text} is an artifact with its own weights and sizes; drop {', '.join(passed)}"
         )
 
 

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -142,17 +142,23 @@ def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
         return
     package = home.rpartition(".")[0]
     builders = {name: get_model_builder(name) for name in list_models()}
-    names = [name for name in builders if builders[name].__module__.startswith(package)]
-    for name in sorted(names, key=lambda name: builders[name].__module__ != home):
-        parameters = inspect.signature(builders[name]).parameters
-        present = [
-            argument for looked_for, argument in _STRUCTURES.items() if looked_for in parameters
-        ]
-        for chosen in itertools.product((False, True), repeat=len(present)):
-            source = ModelSource("torchvision", name, dict(itertools.compress(present, chosen)))
+    homes = {name: builder.__module__ for name, builder in builders.items()}
+    names = [name for name in builders if homes[name].startswith(package)]
+    names.sort(key=lambda name: homes[name] != home)
+    for name in names:
+        for kwargs in _structures_of(builders[name]):
+            source = ModelSource("torchvision", name, kwargs)
             with suppress(RetrofitError):
-                if builders[name].__module__ == home or type(skeleton(source)) is type(model):
+                if homes[name] == home or type(skeleton(source)) is type(model):
                     yield source
+
+
+def _structures_of(builder: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments by which a builder makes other modules, in every combination."""
+    parameters = inspect.signature(builder).parameters
+    present = [argument for name, argument in _STRUCTURES.items() if name in parameters]
+    for chosen in itertools.product((False, True), repeat=len(present)):
+        yield dict(itertools.compress(present, chosen))
 
 
 def _other_classes(
@@ -184,18 +190,19 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
     theirs = dict(built.named_modules())
     for name in dict.fromkeys((*ours, *theirs)):
         label = printable(name, 64) or "the network"
-        here = _kind(ours.get(name))
-        there = _kind(theirs.get(name))
-        if here != there:
-            return f"{label} is {here} here, {there} in {source}"
+        our_class = _kind(ours.get(name))
+        their_class = _kind(theirs.get(name))
+        if our_class != their_class:
+            return f"{label} is {our_class} here, {their_class} in {source}"
         if _has_forward(ours[name]) and not _has_forward(theirs[name]):
             return f"{label} has a forward of its own here, none in {source}"
         for key in _compared_attributes(ours[name], theirs[name]):
-            here, there = (vars(module)[key] for module in (ours[name], theirs[name]))
-            if _differ(here, there):
+            our_value = vars(ours[name])[key]
+            their_value = vars(theirs[name])[key]
+            if _differ(our_value, their_value):
                 return (
-                    f"{printable(key, 64)} of {label} is {printable(here, 80)} here, "
-                    f"{printable(there, 80)} in {source}"
+                    f"{printable(key, 64)} of {label} is {printable(our_value, 80)} here, "
+                    f"{printable(their_value, 80)} in {source}"
                 )
     return ""
 
@@ -315,12 +322,14 @@ def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
             values.
     """
     leaves = tree_leaves(values)
-    if len(leaves) > _ITEMS or any(isinstance(leaf, str) and len(leaf) > _ITEMS for leaf in leaves):
+    lengths = [len(leaf) for leaf in leaves if isinstance(leaf, str)]
+    if max(len(leaves), *lengths, 0) > _ITEMS:
         raise TooLargeError("its manifest gives it more arguments than a network has")
     sizes = [size for tensor in tensors.values() for size in tensor.shape]
     largest = max(_NUMBER, 2 * max(sizes, default=0))
-    for leaf in leaves:
-        if isinstance(leaf, int | float) and math.isfinite(leaf) and abs(leaf) > largest:
+    numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)]
+    for leaf in numbers:
+        if math.isfinite(leaf) and abs(leaf) > largest:
             raise TooLargeError(
                 f"its manifest asks for {leaf:.6g} of something, far more than its tensors show"
             )

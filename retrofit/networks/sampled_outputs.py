@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit import compare
 from retrofit.inputs import Call, input_shapes, takes_image_list
 from retrofit.record import check_size
+from retrofit.utils import answers
 from retrofit.utils.running import autocast, hooked, placement_of, undisturbed
 from retrofit.utils.text import printable, with_class
 
@@ -48,7 +48,7 @@ class Sample:
         """Sample each of an output's tensors that is finite."""
         samples: list[float] = []
         scale = 0.0
-        for tensor in compare.tensors_of(output):
+        for tensor in answers.tensors_of(output):
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
             flat = tensor.detach().flatten()

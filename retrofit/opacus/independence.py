@@ -15,10 +15,17 @@ import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn
 
-from retrofit.compare import tensors_of
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.utils.running import copied, device_of, hooked, kept_values, put_back
+from retrofit.utils.answers import tensors_of
+from retrofit.utils.running import (
+    copied,
+    device_of,
+    forked_random_state,
+    hooked,
+    kept_values,
+    put_back,
+)
 from retrofit.utils.text import ROOT, shortlist, with_class
 
 # Largest share of a gradient, or of an output, that float32 rounding explains.
@@ -175,7 +182,7 @@ def _gradient(network: nn.Module, call: Call, sample: int) -> Tensor:
 def _outputs(network: nn.Module, call: Call) -> list[Tensor]:
     """Return the tensors in the answer that have a row for each sample; complex ones as real."""
     buffers = kept_values(network.buffers())
-    with _seeded_apart(network):
+    with forked_random_state(device_of(network)):
         try:
             answer = list(tensors_of(call.on(network)))
         # Anything may come out of a network's own code.
@@ -187,14 +194,6 @@ def _outputs(network: nn.Module, call: Call) -> list[Tensor]:
             put_back(buffers)
     rows = [y for y in answer if _has_rows(y, call.batch)]
     return [torch.view_as_real(y) if y.is_complex() else y for y in rows]
-
-
-def _seeded_apart(network: nn.Module) -> Any:
-    """Let a call seed its random numbers, and leave the caller's state as it was."""
-    device = device_of(network)
-    if device.type in ("cpu", "meta"):
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def _has_rows(tensor: Tensor, batch: int) -> bool:
@@ -221,7 +220,7 @@ def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
         for name, module in network.named_modules()
     )
     buffers = kept_values(network.buffers())
-    with torch.no_grad(), _seeded_apart(network), hooked(hooks):
+    with torch.no_grad(), forked_random_state(device_of(network)), hooked(hooks):
         call.on(network)
     put_back(buffers)
     mixing = {name: change for name, change in changes.items() if change > TOLERANCE}
@@ -271,7 +270,7 @@ class _Probe:
 
     def _rows(self, module: nn.Module, call: Call, sample: int) -> list[Tensor]:
         buffers = kept_values(module.buffers())
-        with _seeded_apart(module):
+        with forked_random_state(device_of(module)):
             outputs = list(tensors_of(call.on(module.forward)))
         put_back(buffers)
         return [y[sample].double() for y in outputs if _has_rows(y, self._batch)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.compare import HALF, Reference, run_source
+from retrofit.compare import Reference
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs
@@ -19,6 +19,7 @@ from retrofit.surgery.execute import execute, unchanged_on_failure
 from retrofit.surgery.families import NormLayer, find_norms, fitted, functional_norms
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import Patterns, PlanRequest, plan_and_sites, refuse_constants
+from retrofit.surgery.source_run import HALF, run_source
 from retrofit.utils.running import images_of
 from retrofit.utils.text import plural, shortlist
 

@@ -115,9 +115,9 @@ class Converter(ABC):
         for activation in sites.unmatched:
             rows.append(EditRow(activation.name, activation.type, "", "left", activation.reason))
         # The reason why a part cannot be traced stands once, at its activations if it has any.
-        said = {activation.reason for activation in sites.unmatched}
+        known_reasons = {activation.reason for activation in sites.unmatched}
         for norm, why in sites.uncovered.items():
-            if norm in converted and why not in said:
+            if norm in converted and why not in known_reasons:
                 reason = f"what follows its norm is unknown: {why}"
                 rows.append(EditRow(f"after {norm}", "unknown", "", "left", reason, norm=norm))
         return rows

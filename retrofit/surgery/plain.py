@@ -14,7 +14,6 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from retrofit.compare import run_source
 from retrofit.errors import RetrofitError
 from retrofit.graph import kinds
 from retrofit.graph.flow import Flow, Flows
@@ -28,6 +27,7 @@ from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
 from retrofit.record import forget_plans
 from retrofit.surgery.guards import allow_fusing
+from retrofit.surgery.source_run import run_source
 from retrofit.utils.running import copied
 from retrofit.utils.text import plural, shortlist
 
@@ -230,13 +230,16 @@ def _is_called_with(
     its norm, and no other mentions the convolution.
     """
     calls = (*flows.calls[norm], *flows.calls[conv])
-    methods = {(flow.places[node].owner, flow.places[node].code) for flow, node in calls}
+    places = [flow.places[node] for flow, node in calls]
+    methods = {(place.owner, place.code) for place in places}
     owner, code = methods.pop()
     if methods or code is None or uncalled & set(owner.modules()):
         return False
-    holders = {module for module, inside in flows.inside.items() if inside & {norm, conv}}
-    above = holders - {norm, conv}
-    return not above & flows.failures.keys() and not _mentioned(conv, code, above)
+    both = {norm, conv}
+    above = {module for module, inside in flows.inside.items() if inside & both} - both
+    if above & flows.failures.keys():
+        return False
+    return not _mentioned(conv, code, above)
 
 
 def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:

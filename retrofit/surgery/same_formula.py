@@ -345,18 +345,18 @@ def _same(
     return all(map(_close, *answers))
 
 
-def _close(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     # Some classes compute in float32 whatever they are given.
     share = 1e-5
-    if one.dtype == torch.float32:
+    if ours.dtype == torch.float32:
         share = 1e-4
     largest = 0.0
-    if other.numel():
-        largest = float(other.detach().abs().nan_to_num(0, 0, 0).amax())
+    if theirs.numel():
+        largest = float(theirs.detach().abs().nan_to_num(0, 0, 0).amax())
     return torch.allclose(
-        one.double(), other.double(), rtol=0, atol=share * largest, equal_nan=True
+        ours.double(), theirs.double(), rtol=0, atol=share * largest, equal_nan=True
     )

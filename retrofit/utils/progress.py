@@ -9,7 +9,7 @@ _PATIENCE = 5.0
 
 
 @contextmanager
-def announced_if_slow(what: str, seconds: float = _PATIENCE) -> Iterator[None]:
+def announced_if_slow(task: str, seconds: float = _PATIENCE) -> Iterator[None]:
     """Write one line to stderr if the body takes longer than some seconds; nothing where stderr is
     no terminal.
     """
@@ -19,7 +19,7 @@ def announced_if_slow(what: str, seconds: float = _PATIENCE) -> Iterator[None]:
         return
 
     def announce() -> None:
-        print(f"{what}; large networks take minutes", file=stream, flush=True)
+        print(f"{task}; large networks take minutes", file=stream, flush=True)
 
     timer = Timer(seconds, announce)
     timer.daemon = True

@@ -65,9 +65,9 @@ def memory_advice(batch_size: int, least: int = 0) -> Iterator[None]:
     Raises:
         RetrofitError: If they do not fit.
     """
-    said = f"batches of {batch_size:,} images do not fit into the memory; lower `batch_size`"
+    advice = f"batches of {batch_size:,} images do not fit into the memory; lower `batch_size`"
     if least > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise RetrofitError(said)
+        raise RetrofitError(advice)
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -75,7 +75,7 @@ def memory_advice(batch_size: int, least: int = 0) -> Iterator[None]:
         no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not no_memory and "allocate memory" not in str(error):
             raise
-        raise RetrofitError(said) from error
+        raise RetrofitError(advice) from error
 
 
 def input_of(batch: Any) -> Any:
@@ -164,12 +164,12 @@ def silence() -> Iterator[None]:
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Give a class or module of a library another attribute, and its former one afterwards."""
-    former = getattr(owner, name)
+    original = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, former)
+        setattr(owner, name, original)
 
 
 @contextmanager
@@ -202,15 +202,23 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it
     was traced.
     """
-    device = device_of(model)
-    kind, devices = ("cuda", []) if device.type in ("cpu", "meta") else (device.type, [device])
-    compiled = any(
-        m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in model.modules()
-    )
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    torch_random = torch.random.fork_rng(devices, device_type=kind)
+    eager: AbstractContextManager[Any] = nullcontext()
+    if any(map(_is_compiled, model.modules())):
+        eager = torch.compiler.set_stance("force_eager")
+    torch_random = forked_random_state(device_of(model))
     with evaluating(model), eager, torch_random, _other_random_states_kept():
         yield
+
+
+def forked_random_state(device: torch.device) -> AbstractContextManager[Any]:
+    """Put torch's random states, the CPU's and a device's, back afterwards."""
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 @contextmanager
@@ -227,19 +235,20 @@ def _other_random_states_kept() -> Iterator[None]:
 
 def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:
     """Remember the values of some tensors, for `put_back`."""
-    return [
-        (t, None if t.is_inference() else t._version, t.detach().clone())
-        for t in tensors
-        if not t.is_meta
-    ]
+    kept = []
+    for tensor in tensors:
+        if not tensor.is_meta:
+            version = None if tensor.is_inference() else tensor._version
+            kept.append((tensor, version, tensor.detach().clone()))
+    return kept
 
 
 def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
     """Give tensors that were written to since `kept_values` their former values."""
     with torch.no_grad():
-        for tensor, version, former in values:
+        for tensor, version, values_before in values:
             if version is None or tensor._version != version:
-                tensor.copy_(former)
+                tensor.copy_(values_before)
 
 
 def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn.Module:
@@ -257,15 +266,15 @@ def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn
         return copy.deepcopy(model, dict(computed or {}))
     # A network's own code may copy its parts, and raise anything.
     except Exception as error:
-        said = one_line(error)[:100]
-        if "created explicitly by the user" not in said:
+        message = one_line(error)[:100]
+        if "created explicitly by the user" not in message:
             raise RetrofitError(
                 f"the network cannot be copied ({with_class(error)}); copy.deepcopy fails too"
             ) from error
         raise RetrofitError(
             "the network cannot be copied: it holds tensors that were computed, as pruned layers "
             "do; make them permanent first, by torch.nn.utils.prune.remove for example "
-            f"({said})"
+            f"({message})"
         ) from error
 
 

@@ -17,17 +17,17 @@ def printable(text: object, limit: int | None = None) -> str:
     A text of more than `limit` characters loses its middle: names in a network differ at their
     ends.
     """
-    said = str(text)
+    line = str(text)
     # The text may be megabytes long: escape only what is kept.
-    if limit is not None and len(said) > 2 * limit:
-        said = said[:limit] + said[-limit:]
-    said = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in said
+    if limit is not None and len(line) > 2 * limit:
+        line = line[:limit] + line[-limit:]
+    line = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line
     )
-    if limit is None or len(said) <= limit:
-        return said
+    if limit is None or len(line) <= limit:
+        return line
     tail = (limit - 3) // 2
-    return f"{said[: limit - 3 - tail]}...{said[-tail:]}"
+    return f"{line[: limit - 3 - tail]}...{line[-tail:]}"
 
 
 def shown(value: object, limit: int = 64) -> str:
@@ -45,10 +45,10 @@ def one_line(error: BaseException, limit: int = 240) -> str:
     """Return an exception's message on one line of at most `limit` characters; its class where it
     has none.
     """
-    said = printable(" ".join(str(error)[: 8 * limit].split())) or type(error).__name__
-    if len(said) <= limit:
-        return said
-    return said[: limit - 3] + "..."
+    message = printable(" ".join(str(error)[: 8 * limit].split())) or type(error).__name__
+    if len(message) <= limit:
+        return message
+    return message[: limit - 3] + "..."
 
 
 def with_class(error: BaseException, limit: int = 240) -> str:
@@ -56,10 +56,10 @@ def with_class(error: BaseException, limit: int = 240) -> str:
     little by itself.
     """
     name = type(error).__name__
-    said = one_line(error, limit)
-    if said == name:
+    message = one_line(error, limit)
+    if message == name:
         return name
-    return f"{name}: {said}"
+    return f"{name}: {message}"
 
 
 def shortlist(names: Sequence[object], most: int = 3, limit: int = 64) -> str:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.compare import tensors_of
 from retrofit.errors import RetrofitError
 from retrofit.surgery.families import find_norms
+from retrofit.utils.answers import tensors_of
 from tests.foreign.networks import NETWORKS, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from retrofit.compare import largest_gap, scale_of, tensors_of
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.fit import (
     MAX_SIZE,
@@ -26,6 +25,7 @@ from retrofit.export.graph_nodes import shape_of
 from retrofit.export.power import POWER, Fit, Transform
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
+from retrofit.utils.answers import largest_gap, scale_of, tensors_of
 from retrofit.utils.onnx_runtimes import Runtime
 
 _FAMILIES: Mapping[Runtime, Sequence[tuple[type[LineFitter | PolynomialFitter], float, float]]] = {
@@ -104,10 +104,11 @@ def _functions(module: fx.GraphModule, calls: Sequence[Call]) -> dict[Node, Laye
         answers(module, call, observer=observer)
     functions = {}
     for transform in transforms:
+        node = transform.node
         sign = transform.sign
-        data = observer.sample(transform.node, len(sign), sign.device)
+        data = observer.sample(node, len(sign), sign.device)
         mirrored = replace(data, h=data.h * sign[:, None])
-        functions[transform.node] = LayerFunction(transform, mirrored, transform.high)
+        functions[node] = LayerFunction(transform, mirrored, transform.high)
     return functions
 
 
@@ -161,8 +162,9 @@ def answers(
         instead[node] = nn.Sequential(norm, *fit.parts)
         if fit.has_activation and transform.relu is not None:
             instead[transform.relu] = nn.Identity()
+    run = _Run(module, instead, observer)
     arguments = tree_leaves((call.args, dict(call.kwargs)))
-    return list(tensors_of(_Run(module, instead, observer).run(*arguments)))
+    return list(tensors_of(run.run(*arguments)))
 
 
 def _difference(
@@ -174,8 +176,8 @@ def _difference(
     """Return the largest difference of an output, as a share of its scale over all calls; stop
     beyond a limit.
     """
-    outputs = zip(*(answer for _, answer in expected), strict=True)
-    scales = [max(map(scale_of, tensors)) for tensors in outputs]
+    by_output = zip(*(answer for _, answer in expected), strict=True)
+    scales = [max(map(scale_of, tensors)) for tensors in by_output]
     largest = 0.0
     for call, tensors in expected:
         gaps = map(largest_gap, tensors, answers(module, call, fits))
@@ -213,17 +215,20 @@ def _options(
     options = {}
     for node, function in functions.items():
         elements = math.prod(shape_of(node)[1:])
+        # Fits, and what each costs an element as a share of what the exact transform does.
         costs = [(function.affine(), 0.0)]
         for family, base, each in _FAMILIES[runtime]:
             fitter = family(function)
-            costs += [(fitter.fit(size), base + size * each) for size in range(2, MAX_SIZE + 1)]
+            for size in range(2, MAX_SIZE + 1):
+                costs.append((fitter.fit(size), base + size * each))
         probe, _ = costs[1]
-        change = _squared_change(expected, answers(module, few, {node: probe}))
-        harm = change / max(probe.rms_error**2, 1e-30)
-        options[node] = [
+        changed = answers(module, few, {node: probe})
+        harm = _squared_change(expected, changed) / max(probe.rms_error**2, 1e-30)
+        candidates = [
             Candidate(fit, elements * cost, harm * fit.rms_error**2) for fit, cost in costs
         ]
-        options[node].append(Candidate(None, elements, 0.0))
+        exact = Candidate(None, elements, 0.0)
+        options[node] = [*candidates, exact]
     return options
 
 

@@ -137,10 +137,10 @@ class PolynomialFitter:
         self.scales = torch.stack(scales)
         constant = (function.gamma == 0).double()
         self.shifts = torch.where(is_live, -root * self.scales, constant)
-        lines = zip(self.scales, self.shifts, strict=True)
-        moments = [self._moments(scale, shift) for scale, shift in lines]
-        self.powers = torch.stack([powers for powers, _ in moments])
-        self.products = torch.stack([products for _, products in moments])
+        moments = map(self._moments, self.scales, self.shifts)
+        powers, products = zip(*moments, strict=True)
+        self.powers = torch.stack(powers)
+        self.products = torch.stack(products)
 
     def _root(self) -> Tensor:
         """Return where the function is 0, or would be: beyond the data, where its tangent is."""
@@ -182,10 +182,12 @@ class PolynomialFitter:
         # Dead channels have no data at all
         ridge = 1e-12 * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + 1e-30
         identity = torch.eye(size, dtype=gram.dtype, device=gram.device)
-        gram = gram + identity * ridge[..., None, None]
-        coefficients = torch.linalg.solve(gram, products[..., None])[..., 0]
+        regular = gram + identity * ridge[..., None, None]
+        solution = torch.linalg.solve(regular, products[..., None])
+        coefficients = solution[..., 0]
         power = self.function.values.square() @ self.function.weight
-        left = power - (coefficients * products).sum(-1)
+        explained = (coefficients * products).sum(-1)
+        left = power - explained
         best = left.argmin(0)
         channels = torch.arange(left.shape[1], device=left.device)
         polynomial = Polynomial(coefficients[best, channels].T.contiguous())
@@ -227,18 +229,35 @@ class LineFitter:
         self.start, self.end = self._range()
         self.h, order = function.h.sort(1)
         within = self.h.clamp(self.start[:, None], self.end[:, None])
-        self.weight = function.weight[order] * (self.h == within)
+        is_fitted = self.h == within
+        self.weight = function.weight[order] * is_fitted
         self.values = function.unlimited(self.h)
+        self.sums = self._running_sums()
+        self.rank = self._ranks(within)
+
+    def _running_sums(self) -> Tensor:
+        """Return the weighted sums of 1, h, y, h^2 and h * y before each value, (5, C, S + 1)."""
         weighted = self.weight * self.h
-        moments = [self.weight, weighted, self.weight * self.values]
-        moments += [weighted * self.h, weighted * self.values]
+        moments = [
+            self.weight,
+            weighted,
+            self.weight * self.values,
+            weighted * self.h,
+            weighted * self.values,
+        ]
         sums = torch.stack(moments).cumsum(2)
-        self.sums = nn.functional.pad(sums, (1, 0))
-        slope = function.slope(within).clamp_min(1e-30).log()
+        return nn.functional.pad(sums, (1, 0))
+
+    def _ranks(self, within: Tensor) -> Tensor:
+        """Return the share of the data, and of the function's turn, that comes before each value,
+        (C, S).
+        """
+        data = self.sums[0, :, 1:]
+        slope = self.function.slope(within).clamp_min(1e-30).log()
         turned = (slope - slope[:, :1]).abs()
-        share_of_data = sums[0] / sums[0, :, -1:].clamp_min(1e-30)
+        share_of_data = data / data[:, -1:].clamp_min(1e-30)
         share_of_turn = turned / turned[:, -1:].clamp_min(1e-12)
-        self.rank = share_of_data + share_of_turn
+        return share_of_data + share_of_turn
 
     def _range(self) -> tuple[Tensor, Tensor]:
         """Return the ends of what is fitted, (C,): the data, as far as a ReLU lets it through."""
@@ -262,21 +281,18 @@ class LineFitter:
         is_live = function.gamma[:, None] > 0
         # The slopes m_0 ... m_K of the segments.
         slopes = torch.where(is_line, slope, self._segments(knots)[0])
-        slopes = slopes.maximum(_FLAT * slopes.amax(1, keepdim=True))
-        slopes = torch.where(is_live, slopes, 1.0)
+        flattest = _FLAT * slopes.amax(1, keepdim=True)
+        slopes = torch.where(is_live, slopes.maximum(flattest), 1.0)
         # What the function rises by in each segment, m_k * (t_(k+1) - t_k); the first is y(t_1).
-        lifts = nn.functional.pad(slopes[:, 1:-1] * knots.diff(dim=1), (1, 0))
+        rises = slopes[:, 1:-1] * knots.diff(dim=1)
+        lifts = nn.functional.pad(rises, (1, 0))
         offset = self._offset(knots, slopes, lifts.cumsum(1))
         lifts[:, :1] = torch.where(is_line, height, offset)
         constant = nn.functional.pad(function.beta[:, None], (0, size - 2))
         lifts = torch.where(is_live, lifts, constant)
-        # The ratios of neighbouring slopes, m_(k-1) / m_k, which the PReLUs have.
-        bends = slopes[:, :-1] / slopes[:, 1:]
-        parts: list[nn.Module] = []
-        for bend, lift in zip(bends.T.flip(0), lifts.T.flip(0), strict=True):
-            parts += [_prelu(bend), ChannelAffine(torch.ones_like(lift), lift)]
-        last = torch.where(is_live, slopes, 0.0)[:, -1]
-        return function.measured(Fit("lines", size, last, -last * knots[:, -1], parts))
+        last = torch.where(is_live[:, 0], slopes[:, -1], 0.0)
+        shift = -last * knots[:, -1]
+        return function.measured(Fit("lines", size, last, shift, _bends(slopes, lifts)))
 
     def _knots(self, size: int) -> Tensor:
         """Return the best divisions, (C, size - 1): each where the lines beside it meet."""
@@ -305,9 +321,9 @@ class LineFitter:
         line = before + (self.h > first)
         distance = self.h - knots.gather(1, before)
         y = heights.gather(1, before) + distance * slopes.gather(1, line)
+        missing = self.weight * (self.values - y)
         total = self.weight.sum(1, keepdim=True)
-        missing = (self.weight * (self.values - y)).sum(1, keepdim=True)
-        mean = missing / total.clamp_min(1e-30)
+        mean = missing.sum(1, keepdim=True) / total.clamp_min(1e-30)
         return torch.where(total > 0, mean, self.function.unlimited(first))
 
     def _only_line(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,29 +349,48 @@ class LineFitter:
         (C, size) slopes, and x and y of a point that it goes through.
         """
         ends = torch.cat([self.start[:, None], knots, self.end[:, None]], 1)
-        first = torch.zeros_like(ends[:, :1], dtype=torch.int64)
-        last = first + self.h.shape[1]
-        places = torch.cat([first, torch.searchsorted(self.h, knots), last], 1)
-        sums = self.sums.take_along_dim(places.expand(5, -1, -1), 2)
-        w, wx, wy, wxx, wxy = sums.diff(dim=2)
-        total = w.clamp_min(1e-30)
         width = ends.diff(dim=1).clamp_min(1e-12)
+        w, wx, wy, wxx, wxy = self._sums_between(knots)
+        total = w.clamp_min(1e-30)
         spread = wxx - wx * wx / total
-        known = spread > 1e-8 * w.clamp_min(1e-6) * width * width
+        least_spread = 1e-8 * w.clamp_min(1e-6) * width * width
+        known = spread > least_spread
+        regression = (wxy - wx * wy / total) / spread
         values = self.function.unlimited(ends)
         chord = values.diff(dim=1) / width
-        middle = (ends[:, :-1] + ends[:, 1:]) / 2
-        height = (values[:, :-1] + values[:, 1:]) / 2
-        regression = (wxy - wx * wy / total) / spread
         slope = torch.where(known, regression, chord)
-        x = torch.where(known, wx / total, middle)
-        y = torch.where(known, wy / total, height)
+        x = torch.where(known, wx / total, _middles(ends))
+        y = torch.where(known, wy / total, _middles(values))
         # No line is steeper, or flatter, than the function within its interval
         steep = self.function.slope(ends)
         before = steep[:, :-1]
         behind = steep[:, 1:]
-        slope = slope.clamp(torch.minimum(before, behind), torch.maximum(before, behind))
-        return slope, x, y
+        flattest = torch.minimum(before, behind)
+        steepest = torch.maximum(before, behind)
+        return slope.clamp(flattest, steepest), x, y
+
+    def _sums_between(self, knots: Tensor) -> Tensor:
+        """Return the sums of `_running_sums` over each interval, (5, C, size)."""
+        first = torch.zeros_like(knots[:, :1], dtype=torch.int64)
+        last = first + self.h.shape[1]
+        divisions = torch.searchsorted(self.h, knots)
+        places = torch.cat([first, divisions, last], 1)
+        sums = self.sums.take_along_dim(places.expand(5, -1, -1), 2)
+        return sums.diff(dim=2)
+
+
+def _middles(ends: Tensor) -> Tensor:
+    return (ends[:, :-1] + ends[:, 1:]) / 2
+
+
+def _bends(slopes: Tensor, lifts: Tensor) -> list[nn.Module]:
+    """Return the PReLUs between the segments, the last first, and the lift behind each."""
+    # m_(k-1) / m_k
+    ratios = slopes[:, :-1] / slopes[:, 1:]
+    parts: list[nn.Module] = []
+    for ratio, lift in zip(ratios.T.flip(0), lifts.T.flip(0), strict=True):
+        parts += [_prelu(ratio), ChannelAffine(torch.ones_like(lift), lift)]
+    return parts
 
 
 def _prelu(bend: Tensor) -> nn.Module:

@@ -45,14 +45,21 @@ def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSampl
     few = min(few, h.shape[1])
     ranks = (torch.arange(_TAIL, dtype=h.dtype, device=h.device) + 0.5) / _TAIL
     excess = -_HEAVY * torch.log1p(-ranks)
-    tails = []
-    for sign in (1.0, -1.0):
-        largest = (sign * h).topk(few, 1).values
-        mean_excess = largest.mean(1, keepdim=True) - largest[:, -1:]
-        tails.append(sign * (largest[:, :1] + mean_excess * excess))
+    above = _beyond(h, few, excess)
+    below = -_beyond(-h, few, excess)
+    values = torch.cat([h, above, below], 1)
     share = 1 / (total * _TAIL)
-    guessed = torch.full((2 * _TAIL,), share, dtype=weight.dtype, device=weight.device)
-    return WeightedSample(torch.cat([h, *tails], 1), torch.cat([weight, guessed]), h.shape[1])
+    guessed = weight.new_full((2 * _TAIL,), share)
+    return WeightedSample(values, torch.cat([weight, guessed]), h.shape[1])
+
+
+def _beyond(h: Tensor, few: int, excess: Tensor) -> Tensor:
+    """Return values beyond the largest of each channel, by multiples of the mean excess of the
+    `few` largest.
+    """
+    largest = h.topk(few, 1).values
+    mean_excess = largest.mean(1, keepdim=True) - largest[:, -1:]
+    return largest[:, :1] + mean_excess * excess
 
 
 def gaussian(channels: int, device: torch.device | None = None) -> WeightedSample:
@@ -81,8 +88,10 @@ class Observer:
         places = torch.randint(count, (share,), generator=self._generator, device="cpu")
         chosen = values[:, places.to(values.device)]
         few = min(_EXTREMES, count)
-        extremes = [values.topk(few, 1, largest).values for largest in (True, False)]
-        self._parts.setdefault(node, []).append((chosen, torch.cat(extremes, 1), count))
+        largest = values.topk(few, 1).values
+        smallest = values.topk(few, 1, largest=False).values
+        extremes = torch.cat([largest, smallest], 1)
+        self._parts.setdefault(node, []).append((chosen, extremes, count))
 
     def sample(self, node: Node, channels: int, device: torch.device) -> WeightedSample:
         """Return what a node took, with what may lie beyond; a Gaussian's quantiles where nothing
@@ -91,8 +100,10 @@ class Observer:
         if node not in self._parts:
             return gaussian(channels, device)
         samples, extremes, counts = zip(*self._parts[node], strict=True)
+        total = sum(counts)
         h = torch.cat([*samples, *extremes], 1).double()
-        weight = torch.full((h.shape[1],), 1 / sum(counts), dtype=h.dtype, device=h.device)
+        weight = h.new_full((h.shape[1],), 1 / total)
         sampled = sum(sample.shape[1] for sample in samples)
         weight[:sampled] = 1 / sampled
-        return with_tails(h, weight, sum(counts), extremes[0].shape[1] // 2)
+        few = extremes[0].shape[1] // 2
+        return with_tails(h, weight, total, few)

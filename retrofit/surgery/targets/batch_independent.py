@@ -152,10 +152,10 @@ class BatchIndependentConverter(Converter):
             return layer.row(
                 "unsupported", f"its {groups} groups stay as they are; use `to='gn-pn'`"
             )
-        own = [
+        calls = [
             site for site in sites.sites if site.norm == layer.name and site.activation is not None
         ]
-        if all(activation_problem(model, site) for site in own):
+        if all(activation_problem(model, site) for site in calls):
             return layer.row(
                 "kept", "GroupNorm already, with no activation behind it to proxy-normalize"
             )
@@ -307,14 +307,16 @@ def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Te
     (x,) = args
     statistics = norm.running_mean, norm.running_var
     kept = functional.batch_norm(x, *statistics, norm.weight, eps=norm.eps)
-    for groups in (n for n in range(1, _MOST_GROUPS + 1) if x.shape[1] % n == 0):
+    power = kept.double().square().sum()
+    divisors = [n for n in range(1, _MOST_GROUPS + 1) if x.shape[1] % n == 0]
+    for groups in divisors:
         eps = settled_eps(norm.weight, norm.running_var, norm.eps, groups)
         gain = group_gain(norm.weight, groups)
         new = migrated_group_norm(
             x, groups, *statistics, norm.weight, eps=eps, source_eps=norm.eps, gain=gain
         )
-        total = torch.stack([(new - kept).double().square().sum(), kept.double().square().sum()])
-        changes[groups] = changes.get(groups, 0) + total
+        change = (new - kept).double().square().sum()
+        changes[groups] = changes.get(groups, 0) + torch.stack([change, power])
 
 
 LN = BatchIndependentConverter(groups=1, proxy=False)

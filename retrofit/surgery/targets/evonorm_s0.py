@@ -42,21 +42,25 @@ class EvoNormConverter(FusedConverter):
         slope = source.slope
         if new.v is None:
             return {"weight": slope, "bias": source.beta - slope * source.mean}
-        mean = source.mean.view(new.groups, -1).mean(1)
-        mean_square = (source.var + source.mean.square()).view(new.groups, -1).mean(1)
-        std = (mean_square - mean.square() + new.eps).sqrt()
-        probabilities = torch.arange(_SAMPLES, dtype=torch.float64, device=slope.device) + 0.5
-        normal = torch.special.ndtri(probabilities / _SAMPLES).unsqueeze(1)
+        group_std = _group_std(source, new.groups, new.eps)
+        std = group_std.repeat_interleave(len(slope) // new.groups)
+        ranks = torch.arange(_SAMPLES, dtype=torch.float64, device=slope.device) + 0.5
+        normal = torch.special.ndtri(ranks / _SAMPLES).unsqueeze(1)
         expected = silu(source.gamma * normal + source.beta).mean(0)
-        unshifted = silu(slope * (source.mean + source.sigma * normal)).mean(0)
-        return {
-            "v": slope,
-            "weight": slope * std.repeat_interleave(len(slope) // new.groups),
-            "bias": expected - unshifted,
-        }
+        inputs = source.mean + source.sigma * normal
+        unshifted = silu(slope * inputs).mean(0)
+        return {"v": slope, "weight": slope * std, "bias": expected - unshifted}
 
     def hold(self, new: nn.Module, channels: int, device: torch.device) -> None:
         hold_settings(new, {"groups": partial(check_groups, channels)}, device)
+
+
+def _group_std(source: TrainedBatchNorm, groups: int, eps: float) -> Tensor:
+    """Return the standard deviation of each group's values, (groups,), by the running statistics."""
+    channel_squares = source.var + source.mean.square()
+    mean = source.mean.view(groups, -1).mean(1)
+    mean_square = channel_squares.view(groups, -1).mean(1)
+    return (mean_square - mean.square() + eps).sqrt()
 
 
 EVONORM_S0 = EvoNormConverter()

@@ -106,7 +106,8 @@ def _ends_block(flow: Flow, conv: fx.Node) -> bool | None:
     # The branch that the convolution is on comes first.
     branch, *others = sorted(branches, key=lambda nodes: conv not in nodes)
     length = _convolutions(flow, branch.difference(*others))
-    longest = max((_convolutions(flow, other - branch) for other in others), default=0)
+    lengths = [_convolutions(flow, other - branch) for other in others]
+    longest = max(lengths, default=0)
     if length == longest:
         return None
     return length > longest
