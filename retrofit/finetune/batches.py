@@ -22,6 +22,7 @@ from retrofit.finetune.data import Part
 from retrofit.finetune.recipe import Recipe
 from retrofit.images.dataset import heed_no_signals
 from retrofit.record import Preprocess
+from retrofit.utils.running import other_random_states_kept
 from retrofit.utils.text import one_line, shortlist
 
 # Epoch, and number of the image.
@@ -42,15 +43,8 @@ class Augmented(Part):
     def __getitems__(self, keys: list[Key]) -> list[Sample]:
         """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were."""
         # Once a batch, as this is slow.
-        python_state = random.getstate()
-        numpy_state = np.random.get_state()
-        torch_state = torch.get_rng_state()
-        try:
+        with torch.random.fork_rng([]), other_random_states_kept():
             return [self._read(*key) for key in keys]
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            torch.set_rng_state(torch_state)
 
     def _read(self, epoch: int, number: int) -> Sample:
         seed = _hash(self._seed, epoch, number)

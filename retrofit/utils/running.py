@@ -206,7 +206,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     if any(map(_is_compiled, model.modules())):
         eager = torch.compiler.set_stance("force_eager")
     torch_random = forked_random_state(device_of(model))
-    with evaluating(model), eager, torch_random, _other_random_states_kept():
+    with evaluating(model), eager, torch_random, other_random_states_kept():
         yield
 
 
@@ -222,7 +222,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _other_random_states_kept() -> Iterator[None]:
+def other_random_states_kept() -> Iterator[None]:
     """Put the random states of Python and NumPy back, from which a network may draw too."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
