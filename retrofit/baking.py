@@ -319,9 +319,10 @@ class _Trial:
         """
         changes = []
         for expected, answer in zip(self._expected, answers, strict=True):
-            spread = float((expected - expected.mean(0)).square().mean())
-            if spread > 0:
-                changes.append((expected - answer).square().flatten(1).mean(1) / spread)
+            variance = float((expected - expected.mean(0)).square().mean())
+            if variance > 0:
+                by_image = (expected - answer).square().flatten(1).mean(1)
+                changes.append(by_image / variance)
         if not changes:
             raise RetrofitError(
                 "the network answers all images alike; check its weights and the images"
@@ -332,9 +333,11 @@ class _Trial:
         scores = self._expected[0]
         agreement = None
         if scores.ndim == 2:
-            agreement = float((scores.argmax(1) == answers[0].argmax(1)).float().mean())
+            same = scores.argmax(1) == answers[0].argmax(1)
+            agreement = float(same.float().mean())
         error = float(squares.mean().sqrt())
-        return Stage(threshold, layers, error, float(worst.mean().sqrt()), agreement)
+        worst_error = float(worst.mean().sqrt())
+        return Stage(threshold, layers, error, worst_error, agreement)
 
     def _hooked(self, hook: Callable[..., Tensor]) -> AbstractContextManager[None]:
         return hooked(

@@ -5,6 +5,7 @@ All are measured in turns, so that whatever else the machine does hits all of th
 """
 
 import copy
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -220,7 +221,8 @@ def _in_turns(
     for name, seconds in times.items():
         ratio = None
         if seconds is not reference:
-            ratio = Spread.of([a / b for a, b in zip(seconds, reference, strict=True)])
+            ratios = map(operator.truediv, seconds, reference)
+            ratio = Spread.of(list(ratios))
         spreads[name] = (Spread.of(seconds), ratio)
     return spreads
 
@@ -238,19 +240,24 @@ def _step(
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     pixels = pixels.to(setting.device).contiguous(memory_format=layout)
-    with torch.inference_mode():
-        scores = copy.deepcopy(model).eval()(pixels[:2])
     run: Callable[[Tensor], Any] = model
     if setting.compile:
         run = torch.compile(model)
     if mode == "eval":
         return partial(_evaluate, run, pixels, setting)
-    if not isinstance(scores, Tensor) or scores.ndim != 2:
+    if not _gives_scores(model, pixels):
         raise RetrofitError(
             f"{name} gives no class scores to train on; measure it with `modes=('eval',)`"
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     return partial(_train, run, pixels, setting, optimizer)
+
+
+@torch.inference_mode()
+def _gives_scores(model: nn.Module, pixels: Tensor) -> bool:
+    """Whether a network answers with class scores in evaluation; it is left as it is."""
+    scores = copy.deepcopy(model).eval()(pixels[:2])
+    return isinstance(scores, Tensor) and scores.ndim == 2
 
 
 @torch.inference_mode()
@@ -267,10 +274,13 @@ def _train(
 ) -> Any:
     with autocast(setting.device, setting.amp):
         answer = run(pixels)
+    scores = answer
     # In training, some networks give scores of auxiliary heads too.
-    scores = (answer if isinstance(answer, Tensor) else answer[0]).float()
-    labels = torch.arange(len(scores), device=scores.device) % scores.shape[1]
-    F.cross_entropy(scores, labels).backward()
+    if not isinstance(answer, Tensor):
+        scores = answer[0]
+    images, classes = scores.shape
+    labels = torch.arange(images, device=scores.device) % classes
+    F.cross_entropy(scores.float(), labels).backward()
     optimizer.step()
     optimizer.zero_grad()
     return answer

@@ -297,9 +297,8 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
     labels = known.get("labels")
     strength = known.get("strength")
     try:
-        preprocess = Preprocess.from_dict(
-            {field.name: known[field.name] for field in fields(Preprocess)}
-        )
+        prepared = {field.name: known[field.name] for field in fields(Preprocess)}
+        preprocess = Preprocess.from_dict(prepared)
         if labels is not None and not _are_names(labels):
             raise ValueError(f"labels {shown(labels)}")
         if strength is not None:

@@ -211,9 +211,11 @@ def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
     two detectors are compared by these parts. Empty for a detector that does not name them as
     torchvision does.
     """
-    heads = getattr(model, "roi_heads", nn.Module()).named_children()
     names = ["backbone", "head", "rpn.head"]
-    names += [f"roi_heads.{name}" for name, child in heads if any(True for _ in child.parameters())]
+    heads = getattr(model, "roi_heads", nn.Module()).named_children()
+    for name, head in heads:
+        if list(head.parameters()):
+            names.append(f"roi_heads.{name}")
     parts: list[Call] = []
 
     def record(
@@ -233,13 +235,17 @@ def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
 def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bool) -> Call:
     """Return a call with seeded random samples of `size`: a batch, or `listed` one by one."""
     generator = torch.Generator().manual_seed(batch)
-    shapes = [size] * batch if listed else input_shapes(model, size, batch)
-    samples = [
-        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
-        for shape in shapes
-    ]
-    tensors = [sample.to(*placement_of(model)) for sample in samples]
-    return Call((tensors,) if listed else tuple(tensors))
+    shapes = [size] * batch
+    if not listed:
+        shapes = input_shapes(model, size, batch)
+    device, dtype = placement_of(model)
+    tensors = []
+    for shape in shapes:
+        sample = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        tensors.append(sample.to(device, dtype))
+    if listed:
+        return Call((tensors,))
+    return Call(tuple(tensors))
 
 
 def _filled(value: Tensor) -> Tensor:

@@ -155,14 +155,15 @@ def _is_elementwise(act: nn.Module) -> bool:
     y = act(x.clone())
     if y.shape != x.shape:
         return False
-    # Of some values in another order and shape.
-    some = act(x.flatten()[order].view(5, 2, 3))
-    by_itself = torch.allclose(some.flatten(), y.flatten()[order], rtol=1e-9, atol=1e-12)
+    expected = y.flatten()[order]
+    in_other_order_and_shape = act(x.flatten()[order].view(5, 2, 3)).flatten()
+    if not torch.allclose(in_other_order_and_shape, expected, rtol=1e-9, atol=1e-12):
+        return False
     zero = act(0 * x)
-    odd = torch.allclose(y + act(-x), 2 * zero)
-    affine = odd and torch.allclose(act(2 * x) - zero, 2 * (y - zero))
-    kept = any(vars(act)[name] is not value for name, value in attributes.items())
-    return by_itself and not affine and not kept
+    is_odd = torch.allclose(y + act(-x), 2 * zero)
+    if is_odd and torch.allclose(act(2 * x) - zero, 2 * (y - zero)):
+        return False
+    return all(vars(act)[name] is value for name, value in attributes.items())
 
 
 def is_altered(module: nn.Module) -> bool:
@@ -271,6 +272,7 @@ def _clamp_module(node: fx.Node) -> nn.Module | None:
     high: Any = bounds.get("max")
     if low == 0 and high is None:
         return nn.ReLU()
-    if not isinstance(low, int | float) or not isinstance(high, int | float) or low >= high:
+    are_numbers = all(isinstance(bound, int | float) for bound in (low, high))
+    if not are_numbers or low >= high:
         return None
     return nn.Hardtanh(float(low), float(high))

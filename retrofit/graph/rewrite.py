@@ -31,6 +31,11 @@ class _Edit(NamedTuple):
     # As `Activation.selector`.
     selector: tuple[str, str] | None
 
+    def replaces_call_of(self, other: "_Edit") -> bool:
+        """Whether both replace one call."""
+        same_place = (self.method, self.end) == (other.method, other.end)
+        return same_place and self.selector == other.selector
+
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     """Put `module` in place of the child called `name`, under every name that the child goes by;
@@ -99,7 +104,7 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     _refuse_unwritable(block, base, act, place.code)
     edit = _edit_of(base, act, place.code, place.at, child)
-    if any((e.method, e.end, e.selector) == (edit.method, edit.end, edit.selector) for e in edits):
+    if any(edit.replaces_call_of(other) for other in edits):
         raise RewriteError(f"the call in {place.code.co_qualname} is replaced already")
     return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
 

@@ -140,13 +140,12 @@ class _Search(Flows):
         super().__init__(model, is_norm)
         self.norms: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
         self.acts: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+        by_kind = {"norm": self.norms, "activation": self.acts}
         for flow in self.flows:
             for node, place in flow.places.items():
-                if (kind := flow.steps[node]) in ("norm", "activation"):
-                    by_place = self.norms
-                    if kind == "activation":
-                        by_place = self.acts
-                    by_place[place].append((flow, node))
+                kind = flow.steps[node]
+                if kind in by_kind:
+                    by_kind[kind][place].append((flow, node))
         # How many places call each norm and activation.
         self.places = Counter(place.target for place in (*self.norms, *self.acts))
 
@@ -266,11 +265,13 @@ class _Search(Flows):
         owner = place.owner
         if self._is_own(target):
             return self.names[target]
-        name = f"{self.names[owner]}.{call_name(self.acts[place][0][1])}".lstrip(".")
-        others = [other for other in self.acts if (other.owner, other.target) == (owner, target)]
-        return (
-            f"{self.names[target] if isinstance(target, nn.Module) else name}#{others.index(place)}"
-        )
+        if isinstance(target, nn.Module):
+            name = self.names[target]
+        else:
+            _, node = self.acts[place][0]
+            name = f"{self.names[owner]}.{call_name(node)}".lstrip(".")
+        alike = [other for other in self.acts if (other.owner, other.target) == (owner, target)]
+        return f"{name}#{alike.index(place)}"
 
     def _is_own(self, target: Any) -> bool:
         """Whether a target is a module, and called at one place only."""
@@ -282,15 +283,18 @@ class _Search(Flows):
         """The activations that no site claims: on traces, inside norms that were not asked for, and
         never seen.
         """
-        claimed = {site.activation.place for site in sites.values() if site.activation is not None}
-        for place in [place for place in self.acts if place not in claimed]:
-            yield self._unclaimed(place, sites)
+        activations = [site.activation for site in sites.values()]
+        claimed = {activation.place for activation in activations if activation is not None}
+        for place in self.acts:
+            if place not in claimed:
+                yield self._unclaimed(place, sites)
         norms = set(filter(kinds.is_norm, self.names))
         parts = {child for module in norms | self.activations for child in module.children()}
         for module, name in self.names.items():
             if module in norms and not self.is_norm(module):
                 yield from self._inside_other_norm(module)
-            if module in self.activations and module not in self.calls and module not in parts:
+            is_seen = module in self.calls or module in parts
+            if module in self.activations and not is_seen:
                 yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
 
     def _unclaimed(self, place: Place, sites: dict[Place, Site]) -> UnmatchedActivation:

@@ -77,10 +77,10 @@ def callee(code: CodeType, end: tuple[int, int]) -> str:
     """
     harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
     with contextlib.suppress(RewriteError):
-        for call in ast.walk(file_tree(code)):
-            if isinstance(call, ast.Call) and (call.end_lineno, call.end_col_offset) == end:
-                pure = all(isinstance(node, harmless) for node in ast.walk(call.func))
-                if pure:
+        calls = [node for node in ast.walk(file_tree(code)) if isinstance(node, ast.Call)]
+        for call in calls:
+            if (call.end_lineno, call.end_col_offset) == end:
+                if all(isinstance(node, harmless) for node in ast.walk(call.func)):
                     return ast.unparse(call.func)
                 return ""
     return ""

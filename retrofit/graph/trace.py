@@ -213,9 +213,12 @@ class Tracer(fx.Tracer):
         owner = _owner(callers)
         if isinstance(owner, fx.GraphModule):
             return Place(owner, target, None, _assigned_name(caller))
-        if code is nn.Sequential.forward.__code__ and type(owner).forward is nn.Sequential.forward:
+        forward = nn.Sequential.forward
+        if code is forward.__code__ and type(owner).forward is forward:
             return Place(owner, target, code, self._entry(owner, target))
-        _, line, _, column = next(islice(code.co_positions(), caller.f_lasti // 2, None))
+        # An instruction has two bytes.
+        instruction = caller.f_lasti // 2
+        _, line, _, column = next(islice(code.co_positions(), instruction, None))
         return Place(owner, target, code, (line or 0, column or 0))
 
     def _entry(self, sequence: nn.Module, module: nn.Module) -> str:
@@ -303,27 +306,32 @@ def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]
     """
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
     raising: set[int] = set()
-    for step, after in zip(reversed(steps), [None, *reversed(steps)], strict=False):
-        goes_on = "JUMP" not in step.opname and not step.opname.startswith(
-            ("RETURN", "FOR_", "SEND")
-        )
-        straight = after is not None and after.offset in raising and goes_on
-        if step.opname == "RAISE_VARARGS" or straight:
+    leads_to_raise = False
+    for step in reversed(steps):
+        is_raise = step.opname == "RAISE_VARARGS"
+        leads_to_raise = is_raise or (leads_to_raise and _goes_straight_on(step))
+        if leads_to_raise:
             raising.add(step.offset)
     return {step.offset: step for step in steps}, raising
+
+
+def _goes_straight_on(step: dis.Instruction) -> bool:
+    name = step.opname
+    return "JUMP" not in name and not name.startswith(("RETURN", "FOR_", "SEND"))
 
 
 def _raising_outcomes(code: CodeType, offset: int) -> set[bool]:
     """Return the outcomes of a condition, at an offset of a function, that lead to a `raise`."""
     steps, raising = _raising_steps(code)
     following = sorted(at for at in steps if at >= offset)[:3]
-    jump = next((at for at in following if steps[at].opname.startswith("POP_JUMP")), None)
-    if jump is None or not steps[jump].opname.endswith(("_TRUE", "_FALSE")):
+    jumps = [steps[at] for at in following if steps[at].opname.startswith("POP_JUMP")]
+    if not jumps or not jumps[0].opname.endswith(("_TRUE", "_FALSE")):
         return set()
-    jumps_on = steps[jump].opname.endswith("_TRUE")
-    after = next((at for at in following if at > jump), -1)
-    leads_to = {jumps_on: steps[jump].argval, not jumps_on: after}
-    return {outcome for outcome, offset in leads_to.items() if offset in raising}
+    jump = jumps[0]
+    jumps_on = jump.opname.endswith("_TRUE")
+    after = next((at for at in following if at > jump.offset), -1)
+    leads_to = {jumps_on: jump.argval, not jumps_on: after}
+    return {outcome for outcome, target in leads_to.items() if target in raising}
 
 
 def _owner(callers: list[FrameType]) -> nn.Module:

@@ -138,12 +138,13 @@ def without_image_rows(
         if isinstance(out, Tensor) and out.ndim:
             rows[-1].setdefault(layer, len(out))
 
+    two_images = torch.cat([image, image])
     with hooked(layer.register_forward_hook(count) for layer in layers):
-        for images in (image, torch.cat([image, image])):
+        for images in (image, two_images):
             rows.append({})
             run(images)
-    single, double = rows
-    return {layer for layer, count in single.items() if double.get(layer) != 2 * count}
+    of_one, of_two = rows
+    return {layer for layer, length in of_one.items() if of_two.get(layer) != 2 * length}
 
 
 @contextmanager

@@ -195,14 +195,7 @@ class Snapshot:
             return ()
         names = [name for name in vars(cls) if not restorers.is_special(name)]
         for name in names:
-            held = vars(cls)[name]
-            put = functools.partial(type.__setattr__, cls, name)
-            self._note_cache(held, put)
-            if isinstance(held, staticmethod | classmethod):
-                wrapped = held.__func__
-                self._note_cache(wrapped, functools.partial(_put_wrapped, put, type(held)))
-            elif isinstance(held, property):
-                self._note_cache(held.fget, functools.partial(_put_wrapped, put, held.getter))
+            self._note_caches_in(cls, name)
         attributes = {name: vars(cls)[name] for name in names}
         undo = functools.partial(restorers.restore_class_attributes, cls, attributes)
         self._attributes.add(vars(cls), undo)
@@ -210,6 +203,18 @@ class Snapshot:
         # into the whole package, and no call changes them.
         methods = (value for value in vars(cls).values() if isinstance(value, FunctionType))
         return [*attributes.values(), *methods, *cls.__bases__]
+
+    def _note_caches_in(self, cls: type, name: str) -> None:
+        """Note a class's cached function, also in a static or class method, or a property."""
+        attribute = vars(cls)[name]
+        put = functools.partial(type.__setattr__, cls, name)
+        self._note_cache(attribute, put)
+        if isinstance(attribute, staticmethod | classmethod):
+            wrap: Any = type(attribute)
+            self._note_cache(attribute.__func__, functools.partial(_put_wrapped, put, wrap))
+        elif isinstance(attribute, property):
+            wrap = attribute.getter
+            self._note_cache(attribute.fget, functools.partial(_put_wrapped, put, wrap))
 
     def _remember_function(self, function: FunctionType) -> Iterable[Any]:
         """Remember what a function keeps between its calls, and the globals that it names."""
@@ -223,18 +228,19 @@ class Snapshot:
             module = variables[name]
             if isinstance(module, ModuleType) and _home(module) in self._packages:
                 held += self._remember_globals(vars(module), names)
-        # Of the names that are no globals yet, most are attributes'.
-        held += self._remember_globals(
-            variables, names if _makes_globals(function.__code__) else names & variables.keys()
-        )
+        if not _makes_globals(function.__code__):
+            # Of the names that are no globals yet, most are attributes'.
+            names &= variables.keys()
+        held += self._remember_globals(variables, names)
         for cell in function.__closure__ or ():
             held += self._remember_slot(cell, CellType.cell_contents)
         return held
 
     def _remember_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> list[Any]:
         remembered = self._globals.setdefault(id(namespace), set())
-        values = {name: namespace.get(name, ABSENT) for name in names if name not in remembered}
-        remembered.update(values)
+        new_names = [name for name in names if name not in remembered]
+        remembered.update(new_names)
+        values = {name: namespace.get(name, ABSENT) for name in new_names}
         for name, value in values.items():
             self._note_cache(value, functools.partial(namespace.__setitem__, name))
             undo = functools.partial(restorers.restore_global, namespace, name, value)
