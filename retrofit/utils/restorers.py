@@ -1,7 +1,7 @@
 """What a value was, remembered, and put back where it has changed.
 
-A restorer is called with a value and returns the function that puts it back; what did not change
-is not written to.
+Each `..._restorer` remembers one value and returns the function that puts it back; what did not
+change is not written to. `Places` compares thousands of them at once.
 """
 
 import copy
@@ -27,6 +27,7 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
     values, on the CPU.
     """
     cls = type(tensor)
+    put_class_back = class_restorer(tensor)
     trained = tensor.requires_grad
     memory = tensor.data
     # What another library makes of a tensor, a shard or a quantized one, is its own to keep.
@@ -35,7 +36,7 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
     values = memory.to("cpu", copy=True) if copied else None
 
     def restore() -> None:
-        restore_class(tensor, cls)
+        put_class_back()
         if not _same_memory(tensor, memory):
             tensor.data = memory
         if tensor.requires_grad != trained:
@@ -58,10 +59,15 @@ def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
     return tensor.is_meta or tensor.data_ptr() == memory.data_ptr()
 
 
-def restore_class(value: Any, cls: type) -> None:
-    """Give an object the class that it had."""
-    if type(value) is not cls:
-        value.__class__ = cls
+def class_restorer(value: Any) -> Callable[[], None]:
+    """Remember the class of an object."""
+    cls = type(value)
+
+    def restore() -> None:
+        if type(value) is not cls:
+            value.__class__ = cls
+
+    return restore
 
 
 def content_restorer(container: Any) -> Callable[[], None]:
@@ -173,29 +179,42 @@ def array_restorer(array: Any) -> Callable[[], Any]:
     return functools.partial(np.copyto, array, array.copy())
 
 
-def restore_class_attributes(cls: type, attributes: dict[str, Any]) -> None:
-    """Give a class the attributes that it had; those of special names stay."""
-    added = [name for name in vars(cls) if name not in attributes and not is_special(name)]
-    for name in added:
-        type.__delattr__(cls, name)
-    for name, value in attributes.items():
-        if vars(cls).get(name, ABSENT) is not value:
-            type.__setattr__(cls, name, value)
+def attributes_of(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class but for those of special names, `__name__`."""
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if not (name.startswith("__") and name.endswith("__"))
+    }
 
 
-def is_special(name: str) -> bool:
-    """Whether a name is of the form `__name__`."""
-    return name.startswith("__") and name.endswith("__")
+def attributes_restorer(cls: type) -> Callable[[], None]:
+    """Remember the attributes of a class."""
+    attributes = attributes_of(cls)
+
+    def restore() -> None:
+        for name in attributes_of(cls).keys() - attributes.keys():
+            type.__delattr__(cls, name)
+        for name, value in attributes.items():
+            if vars(cls).get(name, ABSENT) is not value:
+                type.__setattr__(cls, name, value)
+
+    return restore
 
 
-def restore_global(namespace: dict[str, Any], name: str, value: Any) -> None:
-    """Give a global the value that it had, or remove it if it had none."""
-    if namespace.get(name, ABSENT) is value:
-        return
-    if value is ABSENT:
-        del namespace[name]
-    else:
-        namespace[name] = value
+def global_restorer(namespace: dict[str, Any], name: str) -> Callable[[], None]:
+    """Remember a global, or that there is none of that name."""
+    value = namespace.get(name, ABSENT)
+
+    def restore() -> None:
+        if namespace.get(name, ABSENT) is value:
+            return
+        if value is ABSENT:
+            del namespace[name]
+        else:
+            namespace[name] = value
+
+    return restore
 
 
 def slot_content(slot: Any, value: Any) -> Any:
@@ -207,11 +226,16 @@ def slot_content(slot: Any, value: Any) -> Any:
         return ABSENT
 
 
-def restore_slot(value: Any, slot: Any, content: Any) -> None:
-    """Have a slot of an object, or a cell of a closure, hold what it held."""
-    if slot_content(slot, value) is content:
-        return
-    if content is ABSENT:
-        slot.__delete__(value)
-    else:
-        slot.__set__(value, content)
+def slot_restorer(value: Any, slot: Any) -> Callable[[], None]:
+    """Remember what a slot of an object, or a cell of a closure, holds."""
+    content = slot_content(slot, value)
+
+    def restore() -> None:
+        if slot_content(slot, value) is content:
+            return
+        if content is ABSENT:
+            slot.__delete__(value)
+        else:
+            slot.__set__(value, content)
+
+    return restore

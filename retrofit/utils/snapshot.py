@@ -184,7 +184,7 @@ class Snapshot:
         if _is_opaque(cls):
             return ()
         if isinstance(value, nn.Module):
-            self._undo.append(functools.partial(restorers.restore_class, value, cls))
+            self._undo.append(restorers.class_restorer(value))
         held: list[Any] = [cls, getattr(value, "__dict__", None)]
         for slot in _slots_of(cls):
             held += self._remember_slot(value, slot)
@@ -193,12 +193,10 @@ class Snapshot:
     def _remember_class(self, cls: type) -> Iterable[Any]:
         if _home(cls) not in self._packages:
             return ()
-        names = [name for name in vars(cls) if not restorers.is_special(name)]
-        for name in names:
+        attributes = restorers.attributes_of(cls)
+        for name in attributes:
             self._note_caches_in(cls, name)
-        attributes = {name: vars(cls)[name] for name in names}
-        undo = functools.partial(restorers.restore_class_attributes, cls, attributes)
-        self._attributes.add(vars(cls), undo)
+        self._attributes.add(vars(cls), restorers.attributes_restorer(cls))
         # Of what has a special name only methods: annotations and the fields of a dataclass lead
         # into the whole package, and no call changes them.
         methods = (value for value in vars(cls).values() if isinstance(value, FunctionType))
@@ -240,18 +238,20 @@ class Snapshot:
         remembered = self._globals.setdefault(id(namespace), set())
         new_names = [name for name in names if name not in remembered]
         remembered.update(new_names)
-        values = {name: namespace.get(name, ABSENT) for name in new_names}
-        for name, value in values.items():
-            self._note_cache(value, functools.partial(namespace.__setitem__, name))
-            undo = functools.partial(restorers.restore_global, namespace, name, value)
-            self._variables.add((namespace, name), undo)
-        return [value for value in values.values() if value is not ABSENT]
+        held = []
+        for name in new_names:
+            self._variables.add((namespace, name), restorers.global_restorer(namespace, name))
+            if name in namespace:
+                value = namespace[name]
+                self._note_cache(value, functools.partial(namespace.__setitem__, name))
+                held.append(value)
+        return held
 
     def _remember_slot(self, value: Any, slot: Any) -> list[Any]:
         """Remember what stands in no dict: an attribute in a slot, or the content of a closure."""
         content = restorers.slot_content(slot, value)
         self._note_cache(content, functools.partial(slot.__set__, value))
-        self._undo.append(functools.partial(restorers.restore_slot, value, slot, content))
+        self._undo.append(restorers.slot_restorer(value, slot))
         return [] if content is ABSENT else [content]
 
     def _note_cache(self, value: Any, put: Callable[[Any], Any]) -> None:
