@@ -15,11 +15,8 @@ from retrofit.layers.batch_norm import (
     SyncBatchNormalNormAct,
 )
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
-from retrofit.layers.migrated_group_norm import (
-    MigratedGroupNorm,
-    MigratedGroupNormAct,
-    migrated_group_norm,
-)
+from retrofit.layers.group_migration import migrated_group_norm
+from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.proxy_norm import ProxyNorm
 from retrofit.layers.sample_norms import (

@@ -19,8 +19,9 @@ from retrofit.layers.converted_layer import (
     no_plain_layer,
 )
 from retrofit.layers.forms import EstimatedTransform, Sets, constants_of
+from retrofit.layers.gaussianization import NoiseKind, estimate
 from retrofit.layers.kernels.eager import Running
-from retrofit.layers.normality_norm import NoiseKind, Normalization, estimate, normalize
+from retrofit.layers.normality_norm import Normalization, normalize
 from retrofit.layers.strength import StrengthMixin, within_one
 from retrofit.utils.running import hooked
 

@@ -9,7 +9,7 @@ input and a few numbers a set are kept for it.
 
 import math
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers import compiled_norm, kernels
 from retrofit.layers.forms import Sets, batch_sets
+from retrofit.layers.gaussianization import NoiseKind, gaussianize, perturb
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import (
     KernelOptions,
@@ -24,16 +25,13 @@ from retrofit.layers.kernels.eager import (
     Running,
     Strength,
     affine,
-    blocks,
     compute_dtype,
     normal,
 )
 from retrofit.layers.kernels.layout import Layout, is_dense, layout_of
 from retrofit.layers.kernels.plan import plan_of
-from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
+from retrofit.layers.power_transform import Reductions, yeo_johnson
 from retrofit.layers.transforms import differentiable_once, transformed
-
-NoiseKind = Literal["scaled", "unscaled", "gaussian-dropout"]
 
 
 class Statistics(NamedTuple):
@@ -433,81 +431,3 @@ def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | Non
     if factor is None or seed is None:
         return None
     return lambda spread: normal(x.shape, seed) * (factor * spread)
-
-
-def gaussianize(
-    h: Tensor,
-    dim: tuple[int, ...],
-    strength: Any,
-    noise: float,
-    noise_kind: NoiseKind,
-    alpha: float,
-) -> tuple[Tensor, Tensor]:
-    """Transform and perturb standardized values, float32 or more, as `normality_norm` does; return
-    them and lambda.
-    """
-    effective_alpha = (strength * alpha).to(h.dtype)
-    if transformed():
-        lmbda = estimate(h, dim)
-        y = yeo_johnson(h, 1 + effective_alpha * (lmbda - 1))
-    else:
-        y, lmbda = _OneStep.apply(h, effective_alpha, dim)
-    return perturb(y, noise * strength, noise_kind, dim) if noise else y, lmbda
-
-
-def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Return the lambda of each set of standardized values, `dim` kept as size one, by
-    differentiable operations.
-    """
-    return 1 + first_step(h, Reductions(dim))[0]
-
-
-class _OneStep(torch.autograd.Function):
-    """One Newton step and the transform, with its closed-form backward: `h` and a few numbers a set
-    are kept.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, t: Tensor, dim: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        y, kept = torch.empty_like(h), []
-        # on a CPU a third faster than the whole tensor at once
-        for block in blocks(h, dim):
-            part, step, gradient = eager.gaussianized(block(h), t, Reductions(dim))
-            block(y).copy_(part)
-            kept.append(torch.stack([step, *gradient]))
-        stats = torch.cat(kept, block.axis + 1)
-        lmbda = 1 + stats[0]
-        ctx.dim = dim
-        ctx.save_for_backward(h, t, stats)
-        ctx.mark_non_differentiable(lmbda)
-        return y, lmbda
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        h, t, stats = ctx.saved_tensors
-        grad_h = torch.empty_like(h)
-        for block in blocks(h, ctx.dim):
-            step, *gradient = (block.of(s) for s in stats)
-            _, direct, to_lmbda, shift = eager.pulls(
-                block(grads[0]), block(h), t, step, StepGradient(*gradient)
-            )
-            block(grad_h).copy_(direct + t * to_lmbda.mean(ctx.dim, True) * shift)
-        return grad_h, None, None
-
-
-def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:
-    """Add noise to transformed values, with z ~ N(0, 1) for each (the paper's sections 4.2 and
-    5.6).
-
-    "scaled" gives y + factor * s * z, with s the mean absolute deviation of the set, which takes no
-    gradient; "unscaled" the same with s = sqrt(2 / pi), a standard normal set's; "gaussian-dropout"
-    y * (1 + factor * z), through which y's gradient flows (there the paper writes xi as sqrt((1 -
-    p) / p), p the rate of retention).
-    """
-    noise = factor * torch.randn_like(y)
-    if kind == "gaussian-dropout":
-        return y * (1 + noise)
-    if kind == "unscaled":
-        return y + noise * math.sqrt(2 / math.pi)
-    return y + noise * (y - y.mean(dim, True)).abs().mean(dim, True).detach()

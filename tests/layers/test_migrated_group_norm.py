@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.layers.migrated_group_norm import MigratedGroupNorm, group_gain
+from retrofit.layers.group_migration import group_gain
+from retrofit.layers.migrated_group_norm import MigratedGroupNorm
 from tests import oracles as oracle
 
 

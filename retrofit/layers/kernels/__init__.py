@@ -143,7 +143,8 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     ):  # in the interpreter a self-test takes minutes; interpreted.py has a small one
         return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the tensor is on {device}"
     try:
-        return self_test.fault(_module(name), device, dtype)
+        kernels = _module(name)
+        return kernels.fault() or self_test.fault(kernels, device, dtype)
     except ImportError as error:
         return f"triton cannot be imported ({error})"
 

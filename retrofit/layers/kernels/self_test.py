@@ -98,27 +98,37 @@ def _guarded(function: Any, *arguments: Any) -> str | None:
 
 @torch.no_grad()
 def compare(
-    kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype
+    kernels: ModuleType, case: Case, device: torch.device, dtype: torch.dtype, runs: int = 2
 ) -> str | None:
     """Say which result differs from the formulas', or from run to run; return None if none does."""
     with torch.autocast(device.type, enabled=False):
-        expected, first, second = (
-            _results(each, case, device, dtype) for each in (eager, kernels, kernels)
-        )
+        expected = _results(eager, case, device, dtype)
+        results = [_results(kernels, case, device, dtype) for _ in range(runs)]
     for name, reference in expected.items():
-        error = (
-            (first[name].float() - reference.float()).abs().max() / reference.abs().max().float()
-        ).item()
-        # NaN is not
-        if not error <= TOLERANCES[dtype]:
-            return f"{name} is {error:.1e} of its scale off"
-        if not torch.equal(first[name], second[name]):
-            return f"{name} is not the same twice"
+        wrong = _difference([result[name] for result in results], reference, dtype)
+        if wrong:
+            return f"{name} is {wrong}"
+    return None
+
+
+def _difference(results: list[Tensor], reference: Tensor, dtype: torch.dtype) -> str | None:
+    """Say how the results of some runs differ from what they should be, or from each other."""
+    first = results[0]
+    exact = reference.double()
+    error = ((first.double() - exact).abs().max() / exact.abs().max()).item()
+    # NaN is not
+    if not error <= TOLERANCES[dtype]:
+        return f"{error:.1e} of its scale off"
+    if not all(torch.equal(first, other) for other in results[1:]):
+        return "not the same twice"
     return None
 
 
 def compare_maps(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...] = (3, 6, 19, 40)
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] = (3, 6, 19, 40),
+    runs: int = 2,
 ) -> str | None:
     """Say which result of the kernels of maps differs from torch's operations in float64."""
     from retrofit.layers import proxy_norm
@@ -154,14 +164,11 @@ def compare_maps(
             grad = torch.randn(shape, generator=generator)
             x, grad = (v.to(device, dtype, memory_format=memory_format) for v in (x, grad))
             expected = _gradients(copy.deepcopy(layer).double().to(device), x.double(), grad, None)
-            results = [_gradients(layer.to(device), x, grad, maps) for _ in range(2)]
-            for number, reference in enumerate(expected):
-                first, second = results[0][number], results[1][number]
-                error = (first.double() - reference).abs().max() / reference.abs().max()
-                if not error.item() <= TOLERANCES[dtype]:
-                    return f"{name}: result {number} is {error:.1e} of its scale off"
-                if not torch.equal(first, second):
-                    return f"{name}: result {number} is not the same twice"
+            results = [_gradients(layer.to(device), x, grad, maps) for _ in range(runs)]
+            for number, (reference, *found) in enumerate(zip(expected, *results, strict=True)):
+                wrong = _difference(found, reference, dtype)
+                if wrong:
+                    return f"{name}: result {number} is {wrong}"
     return None
 
 
@@ -179,8 +186,8 @@ def _random(layer: Any, generator: torch.Generator) -> Any:
 
 def _gradients(layer: Any, x: Tensor, grad: Tensor, maps: Any) -> list[Tensor]:
     """Return a layer's output and gradients, by kernels of maps if these are given."""
+    from retrofit.layers.group_migration import by_maps
     from retrofit.layers.kernels import channelwise
-    from retrofit.layers.migrated_group_norm import by_maps
 
     norm = getattr(layer, "norm", None)
     if norm is not None:

@@ -36,6 +36,8 @@ from retrofit.layers.kernels.plan import FIELDS, LaunchPlan, plan_of
 from retrofit.layers.power_transform import LOG_STRETCH, MIN_CURVATURE, TINY
 
 READS_STRENGTH = True
+# Of Triton: those before lose constants and numbers in tuples
+OLDEST = 3, 5
 # A thread's, at most, so that two programs of 8 warps fit a processor
 REGISTERS = 128
 
@@ -997,6 +999,15 @@ def _apply(
 
 
 # From Python
+
+
+def fault() -> str | None:
+    """Say why this Triton cannot compile the kernels, or return None where it can."""
+    major, minor = triton.__version__.split(".")[:2]
+    if (int(major), int(minor)) < OLDEST:
+        needed = ".".join(map(str, OLDEST))
+        return f"triton {triton.__version__} is older than {needed}, which the kernels need"
+    return None
 
 
 def _plan(x: Tensor, layout: Layout) -> LaunchPlan:

@@ -21,7 +21,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.rewrite import replace_activation, replace_module
 from retrofit.graph.sites import Site, Sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
-from retrofit.layers.migrated_group_norm import group_gain, migrated_group_norm, settled_eps
+from retrofit.layers.group_migration import group_gain, migrated_group_norm, settled_eps
 from retrofit.surgery.converter import (
     Converter,
     Decisions,

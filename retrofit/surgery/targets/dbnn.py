@@ -13,7 +13,7 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate
-from retrofit.layers.normality_norm import gaussianize
+from retrofit.layers.gaussianization import gaussianize
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.surgery.targets.dbn import DecorrelatedConverter, DecorrelatedNorm
 from retrofit.surgery.targets.normality import gaussianization

@@ -29,16 +29,16 @@ ours, CPU = kernels._module("triton"), torch.device("cpu")
 
 TINY = (
     Case("stretches that programs share", (2, 2, 19), (0, 2), (1, 2, 1)),
-    Case("columns that programs share", (25, 5), (0,), (1, 5)),
+    Case("columns that programs share", (11, 5), (0,), (1, 5)),
     Case("columns", (1, 5, 4), (1,), (1, 5, 1)),
     Case("merged columns", (1, 5, 2, 2), (1, 3), (1, 1, 2, 2)),
     Case("tokens", (3, 9), (1,), (1, 9)),
     Case("rows", (2, 2, 9), (2,), (1, 2, 1)),
     Case("groups", (1, 2, 3, 4), (2, 3), (1, 2, 3, 1)),
-    Case("groups, lanes", (1, 9, 2, 6), (1, 3), (1, 1, 2, 6)),
+    Case("groups, lanes", (1, 5, 2, 6), (1, 3), (1, 1, 2, 6)),
     Case("full tiles", (16, 4), (0,), (1, 4)),
 )
-FIRST = TINY[1:2]
+FIRST = (Case("columns that programs share", (9, 3), (0,), (1, 3), noise=False),)
 
 
 @pytest.fixture(autouse=True)
@@ -97,11 +97,11 @@ def test_what_is_broken_is_found(
 
 @pytest.mark.parametrize("case", TINY, ids=[case.name for case in TINY])
 def test_interpreted(case: Case) -> None:
-    assert self_test.compare(ours, case, CPU, torch.float32) is None
+    assert self_test.compare(ours, case, CPU, torch.float32, runs=1) is None
 
 
 def test_maps() -> None:
-    assert self_test.compare_maps(CPU, torch.float32, (1, 2, 3, 5)) is None
+    assert self_test.compare_maps(CPU, torch.float32, (1, 2, 3, 5), runs=1) is None
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["two modules", "one"])
@@ -145,7 +145,7 @@ def test_a_norm_and_its_proxy_have_the_gradients_of_the_formulas(
 
 
 def test_interpreted_in_half() -> None:
-    assert self_test.compare(ours, TINY[0], CPU, torch.bfloat16) is None
+    assert self_test.compare(ours, TINY[0], CPU, torch.bfloat16, runs=1) is None
 
 
 def test_interpreted_at_given_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +192,10 @@ def test_a_compiler_sees_an_operator(noise: float, monkeypatch: pytest.MonkeyPat
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=record, bw_compiler=record)
-    x, grad = torch.randn(9, 3, 2, 1).exp(), torch.randn(9, 3, 2, 1)
+    x, grad = torch.randn(5, 2, 2, 1).exp(), torch.randn(5, 2, 2, 1)
     results = []
     for compiled in (False, True):
-        layer = BatchNormalNorm2d(3, noise=noise, strength=0.5)
+        layer = BatchNormalNorm2d(2, noise=noise, strength=0.5)
         run = torch.compile(layer, backend=backend, fullgraph=True) if compiled else layer
         leaf = x.clone().requires_grad_()
         torch.manual_seed(0)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.layers import MigratedGroupNorm, ProxyNorm
+from retrofit.layers.group_migration import migrated_group_norm
 from retrofit.layers.kernels import VARIABLE, channelwise, cpp
-from retrofit.layers.migrated_group_norm import migrated_group_norm
 from tests.layers.cases import on
 from tests.layers.test_proxy_norm import ACTIVATIONS
 

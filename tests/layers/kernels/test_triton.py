@@ -141,6 +141,17 @@ def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPat
         assert {"*bf16", "*fp32", "i32", "constexpr"} <= kinds, name
 
 
+@pytest.mark.parametrize(("version", "fails"), [("3.4.0", True), ("3.5.1", False)])
+def test_an_old_triton_is_named(version: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(self_test, "fault", lambda *_: None)
+    kernels._fault.cache_clear()
+    fault = kernels._fault("triton", GPU, torch.float32)
+    kernels._fault.cache_clear()
+    expected = "triton 3.4.0 is older than 3.5, which the kernels need"
+    assert fault == (expected if fails else None)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_this_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,295 @@
+"""Group normalization of what a BatchNorm's running statistics have standardized: the function
+behind `MigratedGroupNorm`, by kernels where they take the tensors, else by torch's operations.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from retrofit.layers import kernels
+from retrofit.layers.forms import channel_view
+from retrofit.layers.kernels import channelwise, fits
+from retrofit.layers.kernels.eager import Strength, compute_dtype
+from retrofit.layers.transforms import differentiable_once, needed, transformed
+
+
+def migrated_group_norm(
+    x: Tensor,
+    num_groups: int,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    strength: Strength | Tensor | float = 1.0,
+    eps: Tensor | float = 1e-5,
+    source_eps: Tensor | float | None = None,
+    gain: Tensor | None = None,
+) -> Tensor:
+    """Standardize with constant running statistics, then group-normalize to the degree t =
+    `strength`.
+
+        x' = (x - running_mean) / sqrt(running_var + source_eps) * gain       per channel
+        y  = (x' - t * m) / sqrt((1 - t) + t * (v + eps)) * weight / gain + bias
+
+    where m and v are the mean and variance of x' per sample and group. At t = 0 this is
+    `F.batch_norm` in evaluation, for any gain; at t = 1 it is `F.group_norm` of x' with the weight
+    divided by the gain. One group normalizes each whole sample, like LayerNorm over (C, *). The
+    gain determines how much a channel counts in its group's moments.
+
+    The result is one scale and one shift per sample and channel, computed from the moments of x per
+    sample and channel. Of the activations, only x is kept for the backward pass. Statistics use at
+    least float32. Autograd treats running statistics, gain and t as constants; there is no second
+    derivative.
+
+    Args:
+        x: Input (N, C, *), floating point, with at least 2 dimensions.
+        num_groups: Number of groups G, a divisor of C.
+        running_mean: Running mean of the source, (C,).
+        running_var: Running variance of the source, (C,).
+        weight: gamma, (C,); None for ones.
+        bias: beta, (C,); None for zeros.
+        strength: t in [0, 1]; if it is a 0-dim tensor, changing it does not trigger recompilation.
+        eps: Added to the group variance, multiplied by t; a number or a 0-dim tensor.
+        source_eps: Added to the running variance; `eps` if None.
+        gain: Positive factors, (C,); None for ones.
+
+    Returns:
+        The output, (N, C, *), in the type and memory format of `x`.
+
+    Raises:
+        ValueError: If `x` has fewer than 2 dimensions or does not have C channels, or G does not
+            divide C.
+    """
+    check_shape(x, num_groups, running_mean.numel())
+    source_eps = eps if source_eps is None else source_eps
+    maps = x if x.ndim > 2 else x.unsqueeze(-1)
+    constants = running_mean.detach(), running_var.detach()
+    given = weight, bias, *constants, None if gain is None else gain.detach()
+    out = _by_channelwise(maps, num_groups, strength, given, eps, source_eps)
+    if out is None:
+        out = by_maps(maps, num_groups, strength, given, eps, source_eps)
+    if out is None:
+        if isinstance(strength, Strength):
+            strength = strength.value(compute_dtype(x))
+        t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device).detach()
+        values = maps, *given, (num_groups, t, eps, source_eps)
+        out = _group_affine(*values)[0] if transformed() else _GroupAffine.apply(*values)
+    return out.view_as(x) if x.ndim == 2 else out
+
+
+def check_shape(x: Tensor, num_groups: int, channels: int) -> None:
+    """Refuse an input that is not (N, C, *), or whose channels do not divide into the groups.
+
+    Raises:
+        ValueError: If it is either.
+    """
+    if x.ndim < 2 or x.shape[1] != channels:
+        raise ValueError(f"expected (N, {channels}, *), got {tuple(x.shape)}")
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
+
+
+def _by_channelwise(
+    x: Tensor,
+    num_groups: int,
+    strength: Any,
+    given: tuple[Tensor | None, ...],
+    eps: Any,
+    source_eps: Any,
+) -> Tensor | None:
+    """Return the result by kernels for a CPU, None where they do not take `x`."""
+    layout = channelwise.layout_of(x, *given, per_sample=True)
+    if layout is None:
+        return None
+    if isinstance(strength, Strength):
+        strength = strength.value(torch.float32)
+    out: Tensor
+    if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in given):
+        # To the last bit: there are networks that amplify a rounding error ten thousand times.
+        weight, bias, mean, var, _ = given
+        out = functional.batch_norm(x, mean, var, weight, bias, eps=float(source_eps))
+    else:
+        numbers = num_groups, float(strength), float(eps), float(source_eps)
+        out = channelwise.MigratedNorm.apply(x, layout, numbers, *given)
+    return out
+
+
+def by_maps(
+    x: Tensor,
+    num_groups: int,
+    strength: Any,
+    given: tuple[Tensor | None, ...],
+    eps: Any,
+    source_eps: Any,
+    module: Any = None,
+) -> Tensor | None:
+    """Return the result by kernels for a GPU, None where they do not take `x`."""
+    module = kernels.maps_for(x) if module is None else module
+    if module is None:
+        return None
+    if not isinstance(strength, Strength):
+        strength = Strength(torch.as_tensor(strength, device=x.device).detach())
+    numbers = (torch.as_tensor(number, device=x.device) for number in (eps, source_eps))
+    migration = module.migrate(x, num_groups, strength, *given, *numbers)
+    if migration is None:
+        return None
+    out: Tensor = module.MigratedNormOnGPU.apply(x, *given[:2], migration)
+    return out
+
+
+def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of `x` (N, C, *) per sample and channel, (N, C) each, without
+    cancellation.
+    """
+    dims = tuple(range(2, x.ndim))
+    if (
+        x.dtype != dtype and not transformed()
+    ):  # a half type, whose own rounding is more than what cancels in `dtype`
+        mean, size = x.mean(dims, dtype=dtype), max(1, math.prod(x.shape[2:]))
+        return mean, (
+            torch.linalg.vector_norm(x, dim=dims, dtype=dtype).square() / size - mean.square()
+        ).clamp_min(0)
+    x = x.to(dtype)
+    if not (
+        transformed() or x.is_cpu or x.numel() == 0
+    ):  # on CPU var_mean takes several times as long
+        var, mean = torch.var_mean(x, dims, correction=0)
+        return mean, var
+    mean = x.mean(dims, keepdim=True)
+    # whose further derivatives the norm does not have everywhere
+    if transformed():
+        return mean.flatten(1), (x - mean).square().mean(dims)
+    var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
+    return mean.flatten(1), var
+
+
+def _group_affine(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Tensor,
+    var: Tensor,
+    gain: Any,
+    numbers: tuple[int, Tensor, Any, Any],
+) -> tuple[Tensor, ...]:
+    """Return the result by running `mean` and `var`, and what its derivative takes: that mean,
+    rstd, gain and gamma, (C,) each, and, (N, C) each, the group's mean over the gain and k.
+    """
+    num_groups, t, eps, source_eps = numbers
+    ones = torch.ones_like(mean, dtype=t.dtype)
+    gamma, gain = (ones if values is None else values.to(t.dtype) for values in (weight, gain))
+    mean, rstd = mean.to(t.dtype), torch.rsqrt(var.to(t.dtype) + source_eps)
+    # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
+    row_mean, row_var = _moments(x, t.dtype)
+    groups = len(x), num_groups, len(ones) // num_groups
+    centre = ((row_mean - mean) * (rstd * gain)).reshape(groups)
+    m = centre.mean(2, keepdim=True)
+    v = ((row_var * (rstd * gain).square()).reshape(groups) + (centre - m).square()).mean(
+        2, keepdim=True
+    )
+    # At t = 0 the moments do not count, not even where they overflow.
+    m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
+    k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
+    m, k = m.expand(groups).flatten(1) / gain, k.expand(groups).flatten(1)
+    scale = k * gamma
+    shift = (0.0 if bias is None else bias.to(t.dtype)) - scale * (mean * rstd + t * m)
+    return _affine(x, shift, x, scale * rstd), mean, rstd, gain, gamma, m, k
+
+
+class _GroupAffine(torch.autograd.Function):
+    """y = x * scale + shift per sample and channel, with the closed-form derivative through the
+    group moments.
+
+    With gain a, k = 1 / sqrt((1 - t) + t * (v + eps)), x^ = (x' - t * m) * k, g^ = grad * gamma /
+    a, means over sample and group:
+
+        d x' = k * (g^ - t * mean(g^) - t * k * (x' - m) * mean(g^ * x^))
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *constants: Any) -> Tensor:
+        out, *kept = _group_affine(x, weight, bias, *constants)
+        ctx.num_groups, t, *_ = constants[-1]
+        ctx.save_for_backward(x, t, *kept)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, t, mean, rstd, gain, gamma, m, k = (
+            ctx.saved_tensors
+        )  # m of the group, over the channel's gain
+        dims = tuple(range(2, x.ndim))
+        grad = grads[0]
+        sum_g = grad.sum(dims, dtype=k.dtype)
+        centred = torch.addcmul(k.new_zeros(1), grad, x).sum(dims) - mean * sum_g
+        # of grad * x^
+        sum_gx = (centred * rstd - t * m * sum_g) * k
+        dx = None
+        if ctx.needs_input_grad[0]:
+            groups = len(m), ctx.num_groups, m.shape[1] // ctx.num_groups
+            size = groups[2] * max(1, math.prod(x.shape[2:]))
+
+            def group_mean(sums: Tensor) -> Tensor:
+                means = (sums * gamma).view(groups).sum(2, keepdim=True) / size
+                return means.expand(groups).reshape(k.shape)
+
+            slope = (
+                -t * (k * gain).square() * group_mean(sum_gx)
+            )  # of the gradient in (x - mean) * rstd
+            shift = -t * k * gain * group_mean(sum_g / gain) - slope * (mean * rstd + m)
+            dx = torch.addcmul(
+                channel_view(shift * rstd, x), x, channel_view(slope * rstd.square(), x)
+            )
+            dx = _affine(x, dx, grad, k * gamma * rstd)
+        return dx, *needed(ctx, 1, (sum_gx.sum(0), sum_g.sum(0))), None, None, None, None
+
+
+def _affine(like: Tensor, shift: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """Return x * scale + shift for (N, C) tables, computed in their type, in the type and memory
+    format of `like`.
+    """
+    values = channel_view(shift, x) if shift.ndim == 2 else shift, x, channel_view(scale, x)
+    return (
+        torch.addcmul(*values, out=torch.empty_like(like))
+        if fits(like)
+        else torch.addcmul(*values).to(like.dtype)
+    )
+
+
+@torch.no_grad()
+def group_gain(weight: Tensor | None, num_groups: int) -> Tensor | None:
+    """Return the gain, (C,), by which channels count in their group's variance as |gamma|:
+    sqrt(|gamma| / group mean).
+
+    A trained network has switched off some of its channels by their gamma. What passes through
+    those says nothing about the scale of what the next layer sees, yet would count in full. Every
+    channel counts for a hundredth of the mean at least, so that training may bring it back.
+    """
+    if weight is None:
+        return None
+    power = weight.double().abs().view(num_groups, -1)
+    power = power.clamp_min(0.01 * power.mean(1, keepdim=True))
+    # a group that is off as a whole
+    power = torch.where(power > 0, power, 1.0)
+    return (power / power.mean(1, keepdim=True)).sqrt().flatten().to(weight.dtype)
+
+
+@torch.no_grad()
+def settled_eps(weight: Tensor | None, running_var: Tensor, eps: float, num_groups: int) -> float:
+    """BatchNorm's eps as it counts in standardized units, so that a group's variance and eps add up
+    to one on average.
+
+    Standardizing leaves a channel var / (var + eps) of variance, little where the channel is nearly
+    dead. GroupNorm with BatchNorm's own eps would scale what is left up again, and the network with
+    it.
+    """
+    if running_var.is_meta:
+        return eps
+    short = eps / (running_var.double() + eps)
+    gain = group_gain(weight, num_groups)
+    return float((short if gain is None else gain.square() * short).mean())
