@@ -106,12 +106,23 @@ class StrengthMixin(ConvertedLayer):
 
     @property
     def strength(self) -> Tensor:
-        """The strength t in [0, 1], a 0-dim float32 tensor; `set_strength` sets it.
+        """The strength t in [0, 1], a 0-dim float32 tensor.
+
+        It is a copy: `layer.strength = 0.5` and `set_strength` set t, `layer.strength.fill_(0.5)`
+        does not.
 
         Raises:
             RuntimeError: In evaluation, if t is an average of different values.
         """
         return self._checked_code()[0].to(torch.float32) * UNIT
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set t where a number is assigned; torch would take it for the buffer that holds t."""
+        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
+        if name == "strength" and is_number:
+            self.set_strength(float(value))
+            return
+        super().__setattr__(name, value)
 
     @property
     def _strength(self) -> Strength:

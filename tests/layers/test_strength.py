@@ -145,3 +145,16 @@ def test_a_checkpoint_of_the_source_brings_no_strength() -> None:
     model = set_in_part()
     model.load_state_dict(Residual().state_dict(), strict=False)
     assert partial_state(model) is None
+
+
+@pytest.mark.parametrize("value", [0.25, 1, torch.tensor(0.25)])
+def test_a_number_that_is_assigned_is_the_strength(value: float) -> None:
+    model = converted()
+    model.bn1.strength = value
+    assert model.bn1.strength == value
+    expected = converted()
+    expected.bn1.set_strength(float(value))
+    assert torch.equal(model(X), expected(X))
+    for wrong in (2, torch.tensor(float("nan"))):
+        with pytest.raises(RetrofitError, match=r"strength must lie in \[0, 1\]"):
+            model.bn1.strength = wrong
