@@ -296,14 +296,15 @@ class _Trial:
             weight, bias, errors[name] = _regress(base, expected, bare.channel_dims(base))
             if errors[name] > threshold:
                 return out
-            constants[name] = self._layers[name].bakeable(weight, bias)
-            baked = _scaled(base, *constants[name])
-            return torch.cat([expected, baked])
+            weight, bias = self._layers[name].bakeable(weight, bias)
+            constants[name] = weight, bias
+            return torch.cat([expected, base * weight + bias])
 
         def compute(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
             if name not in constants:
                 return out
-            return _scaled(self._bare[name](args[0]), *constants[name])
+            weight, bias = constants[name]
+            return self._bare[name](args[0]) * weight + bias
 
         with self._hooked(fit):
             self._net(*self._fit.args, **self._fit.kwargs)
@@ -344,10 +345,6 @@ class _Trial:
             layer.register_forward_hook(partial(hook, name), prepend=True)
             for name, layer in self._layers.items()
         )
-
-
-def _scaled(base: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return base * weight + bias
 
 
 def _bare_copy(layer: Any) -> Any:
