@@ -1,7 +1,10 @@
 """Fixtures every test may use."""
 
+import functools
+import gc
 import importlib.util
 import signal
+import sys
 from inspect import signature
 from pathlib import Path
 
@@ -19,6 +22,23 @@ settings.register_profile("wide", max_examples=500, deadline=None, print_blob=Tr
 settings.load_profile("pinned")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through the libraries again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """Let torch.onnx, once it is there, read the sources of all its operators once a process.
+
+    Each export reads them anew, which is a third of its time for a small network.
+    """
+    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
+    registry = getattr(registration, "ONNXRegistry", None)
+    if registry is not None and not hasattr(registry.from_torchlib, "cache_clear"):
+        registry.from_torchlib = staticmethod(functools.cache(registry.from_torchlib))
 
 
 def command_line() -> CliRunner:

@@ -119,9 +119,22 @@ class Case:  # a converted network, and a method a step
         )
 
 
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    """What was drawn at random is tried before a release; what was chosen, always."""
-    return [pytest.mark.sweep] if name.startswith("pytorchcv") else []
+# One of each library, or of each kind of network that one has, is exported by .ci/run
+EXPORTED = {
+    *("smp Unet resnet18", "monai UNet 2d", "monai VNet 3d", "ultralytics yolov8n-cls"),
+    *("kornia HardNet", "transformers ResNet", "transformers Bit", "transformers Bert"),
+    *("efficientnet_pytorch b0", "open_clip ModifiedResNet", "torch_geometric GCN"),
+    *("pytorch_tabnet TabNet", "torchrl MLP"),
+}
+
+
+def _marks(name: str, step: str) -> list[pytest.MarkDecorator]:
+    """What was drawn at random is tried before a release, as are the exports of networks beside one
+    that is like them.
+    """
+    is_drawn = name.startswith("pytorchcv")
+    is_like_another = step == "export" and name not in EXPORTED
+    return [pytest.mark.sweep] if is_drawn or is_like_another else []
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +145,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     ("case", "step"),
     [
-        pytest.param(name, step, id=f"{name}-{step}", marks=_marks(name))
+        pytest.param(name, step, id=f"{name}-{step}", marks=_marks(name, step))
         for name in NETWORKS
         for step in STEPS
         if step != "fold" or (name, "export") in REFUSED_STEPS

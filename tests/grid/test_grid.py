@@ -104,6 +104,26 @@ WRITTEN = {
     "inn, own",
 }  # one of each kind of form that an exported file holds
 
+# Commands that take long, because they export, train or measure: .ci/run tries each for targets
+# between which it differs, at one strength. The other cells are tried before a release.
+LONG: dict[str, dict[str, float]] = {
+    "exact": {
+        "bnn": 0.5,
+        "lnn": 1.0,
+        "ln-pn": 0.5,
+        "dbnn": 0.5,
+        "evonorm-s0": 0.0,
+        "inn, own": 0.5,
+    },
+    "poly": {"bnn": 1.0, "lnn": 1.0},
+    "half": {"ln-pn": 1.0},
+    "int8": {"bnn": 1.0, "evonorm-s0": 0.0},
+    "bake": {"bnn": 0.5, "lnn": 1.0, "dbnn": 0.5},
+    "diagnose": {"bnn": 0.5, "lnn": 1.0, "evonorm-s0": 0.0},
+    "bench": {"ln-pn": 1.0, "evonorm-s0": 0.0},
+    "resume": {"bnn": 1.0, "dbnn": 0.5},
+}
+
 
 def command(function: Any) -> Any:  # make a function a row of the grid, named after it
     COMMANDS[function.__name__] = function
@@ -442,8 +462,8 @@ def cells() -> Iterator[Any]:
 
     Three kinds of target are tried at every strength, the others at 0 and 0.5; with slow commands
     at 0.5 alone, where no layer has a simpler form, and `BLIND` ones for five kinds at their
-    highest. `fold` is tried where `exact`, which folds too, is not. By default every target is
-    converted, and quick commands are tried for the three kinds.
+    highest. `fold` is tried where `exact`, which folds too, is not. By default quick commands are
+    tried for the three kinds.
     """
     for row in NETWORKS:
         kind = row in EVERY_STRENGTH
@@ -460,15 +480,39 @@ def cells() -> Iterator[Any]:
             if row not in EVERY_COMMAND or strength < strengths[-1]:
                 tried -= BLIND
             for name in [name for name in COMMANDS if name in tried]:
-                default = middle and name in QUICK and (kind or name == "convert")
+                default = middle and name in QUICK and kind
                 marks = [] if default or (name, row) == ("convert", "bnn") else [pytest.mark.slow]
+                if is_swept(name, row, strength, middle):
+                    marks.append(pytest.mark.sweep)
                 yield pytest.param(
                     name, row, strength, id=f"{name}-{row}-{strength:g}", marks=marks
                 )
 
 
+def is_swept(name: str, row: str, strength: float, middle: bool) -> bool:
+    """Whether a cell is tried before a release alone: not if it is refused, which takes no time,
+    nor if it converts, as every target does at every strength.
+    """
+    if (name, row, strength) in REFUSED or name == "convert":
+        return False
+    if name in LONG:
+        return LONG[name].get(row) != strength
+    return not middle
+
+
 def test_the_grid_holds_every_target() -> None:
     assert {row.partition(",")[0] for row in NETWORKS} == set(TARGETS)
+
+
+def test_every_command_is_tried_without_a_sweep() -> None:
+    tried = {
+        cell.values
+        for cell in cells()
+        if pytest.mark.sweep.mark not in [m.mark for m in cell.marks]
+    }
+    wanted = {(name, row, at) for name, rows in LONG.items() for row, at in rows.items()}
+    assert wanted <= tried
+    assert {name for name, _, _ in tried - REFUSED.keys()} == COMMANDS.keys()
 
 
 def test_the_documentation_counts_the_cells() -> None:

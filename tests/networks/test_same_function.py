@@ -405,7 +405,7 @@ def _tensors(rng: random.Random, tensors: dict[str, Any], pickled: bool = True) 
 def test_mutated_artifacts(name: str, to: str, tmp_path: Path) -> None:
     whole, path, read = tmp_path / "whole.safetensors", tmp_path / "a.safetensors", 0
     retrofit.save(built(name, to, num_classes=3), whole)
-    for number in range(170):
+    for number in range(60):
         rng = random.Random(f"{name} {number}")
         kind, manifest, tensors = rng.randrange(8), read_manifest(whole), load_file(whole)
         if kind < 2:
@@ -422,7 +422,7 @@ def test_mutated_artifacts(name: str, to: str, tmp_path: Path) -> None:
                 text = json.dumps(values) if kind % 2 else seal(values)
             save_file(tensors, path, {"format": "pt", "retrofit": text})
         read += _reads(lambda: retrofit.load(path))
-    assert 0 < read < 170
+    assert 0 < read < 60
 
 
 @pytest.mark.slow

@@ -290,7 +290,13 @@ sys.exit(pytest.main(["-n", "0", "-q", "-x", "-p", "no:cacheprovider", *sys.argv
 
 @pytest.mark.slow
 @pytest.mark.compiler
-@pytest.mark.parametrize("capability", ["default", torch.backends.cpu.get_cpu_capability().lower()])
+@pytest.mark.parametrize(
+    "capability",
+    [
+        "default",
+        pytest.param(torch.backends.cpu.get_cpu_capability().lower(), marks=pytest.mark.sweep),
+    ],
+)
 def test_sanitizers_find_nothing(capability: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     # Portable vectors load part of a vector element by element, where the sanitizer sees each of
     # them.
