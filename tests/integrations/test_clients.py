@@ -581,7 +581,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(name, to, strength, marks=[pytest.mark.sweep] if swept else [])
 
 
-@pytest.mark.parametrize(("name", "to", "strength"), cells())
+@pytest.mark.parametrize(("name", "to", "strength"), list(cells()))
 def test_a_cell(name: str, to: str, strength: float, tmp_path: Path) -> None:
     cell = CELLS[name, to]
     allowed = {
