@@ -231,10 +231,10 @@ OF_MAPS = {
     # A set of 3136 takes a tile of 4096
     "ln, contiguous": 50,
     "ln with ProxyNorm SiLU, channels_last": 60,
-    "ln with ProxyNorm SiLU, contiguous": 85,
+    "ln with ProxyNorm SiLU, contiguous": 90,
     "ProxyNorm ReLU, channels_last": 30,
     "ProxyNorm SiLU, channels_last": 30,
-    "ProxyNorm GELU, channels_last": 45,
+    "ProxyNorm GELU, channels_last": 48,
 }
 
 
