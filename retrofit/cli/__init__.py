@@ -23,6 +23,9 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.extras import named_extra
 from retrofit.utils.text import printable, with_class
 
+# Characters of an error's line, which may quote what the user gave, of any length; longer than
+# every line that retrofit writes itself.
+_LONGEST_LINE = 2000
 COMMANDS = {
     "inspect": "List a network's normalization layers and what a conversion would do to them.",
     "convert": "Replace a network's normalization layers, check the outputs and write a file.",
@@ -87,7 +90,7 @@ class _Commands(click.Group):
             error = named_extra(raised)
             # A broken pipe: nobody is left to read the line.
             with suppress(BrokenPipeError):
-                click.echo(printable(_line(error)), err=True)
+                click.echo(printable(_line(error), _LONGEST_LINE), err=True)
             # Shells exit with 130 after an interrupt.
             interrupted = isinstance(error, click.Abort)
             sys.exit(130 if interrupted else getattr(error, "exit_code", 1))

@@ -245,6 +245,19 @@ def test_a_refusal_is_a_line_and_a_code(
     assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before
 
 
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        (["evaluate", "resnet18", "--runtime"], "main evaluate --help"),
+        (["inspect", "resnet18", "--model-kwargs"], "main inspect --help"),
+    ],
+)
+def test_a_value_of_any_length_is_one_short_line(run: Run, words: list[str], ends: str) -> None:
+    line = complaint(run(*words, "x" * 100_000))
+    assert len(line) <= 2000
+    assert line.endswith(ends)
+
+
 OUTCOMES = [
     (RetrofitError("it broke; mend it"), 1, "error: it broke; mend it"),
     (UsageError("bad word; use a good one"), 2, "error: bad word; use a good one"),
