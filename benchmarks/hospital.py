@@ -3,15 +3,16 @@ r"""The guide on differential privacy as written, with several seeds, epsilons a
     python benchmarks/hospital.py
     python benchmarks/hospital.py --table
 
-The page's first Python block is run as it stands but for one value: the epsilon, the seed, what the
-fixer puts in BatchNorm's place or what is trained. The memory is that of one step of resnet18 with
-all parameters trained, by how many samples' gradients lie in memory at a time. Each finished run is
-a line of hospital.jsonl; started again, the script goes on with what is missing. `--table` writes
-hospital.md from the lines.
+The page's first Python block is run as it stands but for some values: the epsilon, the seed, the
+learning rate, what the fixer puts in BatchNorm's place or what is trained. The memory is that of
+one step of resnet18 with all parameters trained, by how many samples' gradients lie in memory at a
+time. Each finished run is a line of hospital.jsonl; started again, the script goes on with what is
+missing. `--table` writes hospital.md from the lines.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -84,6 +85,7 @@ def code(key: Line) -> str:
     changes = {
         "manual_seed(0)": f"manual_seed({key['seed']})",
         "target_epsilon=8": f"target_epsilon={key['eps']}",
+        "lr=0.3)": f"lr={key['lr']})",
         **ARMS[key["arm"]],
     }
     for old, new in changes.items():
@@ -127,16 +129,25 @@ def tables(lines: list[Line]) -> list[str]:
     """Return the table of accuracies and that of memory."""
     runs = [line for line in lines if "eps" in line]
     rows = []
-    for (arm, eps), same in sorted(grouped(runs, ["arm", "eps"]).items(), key=lambda item: item[0]):
+    setups = ["arm", "eps", "lr"]
+    for (arm, eps, rate), same in sorted(grouped(runs, setups).items(), key=lambda item: item[0]):
         test = with_error([line["test"] for line in same])
         before = with_error([line["before"] for line in same])
-        rows.append((arm, eps, len(same), before, test, f"{mean(same, 'cpu_seconds'):.0f}"))
+        rows.append((arm, eps, rate, len(same), before, test, f"{mean(same, 'cpu_seconds'):.0f}"))
     steps = [
         (line["at_once"], line["mebibytes"], line["cpu_seconds"])
         for line in lines
         if "at_once" in line
     ]
-    head = ["trained privately", "epsilon", "seeds", "top-1 before", "top-1", "CPU s, all"]
+    head = [
+        "trained privately",
+        "epsilon",
+        "learning rate",
+        "seeds",
+        "top-1 before",
+        "top-1",
+        "CPU s, all",
+    ]
     return [
         *markdown(head, rows),
         "",
@@ -148,6 +159,7 @@ def main() -> None:
     parser = command_line(__doc__, "--table", "--seeds", "--until", out="hospital.jsonl")
     parser.add_argument("--one", type=json.loads, help="one run, in this process")
     parser.add_argument("--eps", nargs="+", type=int, default=[8, 3, 1])
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.3, 1.0])
     args = parser.parse_args()
     if args.one:
         one(args.one)
@@ -157,11 +169,9 @@ def main() -> None:
         for at_once in (8, 64):
             key = {"at_once": at_once}
             recorded.done(key, lambda key=key: [{**key, **step(key["at_once"])}], args.until)
-        for seed in args.seeds:
-            for eps in args.eps:
-                for arm in ARMS:
-                    key = {"arm": arm, "eps": eps, "seed": seed}
-                    recorded.done(key, lambda key=key: [run(key)], args.until)
+        for seed, eps, rate, arm in itertools.product(args.seeds, args.eps, args.rates, ARMS):
+            key = {"arm": arm, "eps": eps, "lr": rate, "seed": seed}
+            recorded.done(key, lambda key=key: [run(key)], args.until)
     note = (
         "The guide's code on one core: top-1 in percent of 297 digits as the hospital's device shows them, mean ± "
         "standard error over seeds, before and after private training. Below, one step of 64 images of 32 px of "

@@ -12,6 +12,7 @@ import retrofit
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+IDS = [7_301, 44, 912]
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "federated.md"
 
 
@@ -36,7 +37,11 @@ def test_the_apps_of_the_guide_train_a_server(
     exec(compile(apps, GUIDE.name, "exec"), names)
 
     def context(node: int) -> Context:
-        return Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
+        # Flower draws the ids of nodes, and counts their parts of the data from 0.
+        config = {"partition-id": IDS.index(node)} if node in IDS else {}
+        return Context(
+            run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={}
+        )
 
     class InProcess(Grid):
         """Answers each message with the client app, as three nodes would."""
@@ -50,7 +55,7 @@ def test_the_apps_of_the_guide_train_a_server(
             return Message(*args, **options)
 
         def get_node_ids(self) -> Iterable[int]:
-            return [0, 1, 2]
+            return IDS
 
         def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
             raise NotImplementedError
