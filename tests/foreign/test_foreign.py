@@ -124,7 +124,8 @@ EXPORTED = {
     *("smp Unet resnet18", "monai UNet 2d", "monai VNet 3d", "ultralytics yolov8n-cls"),
     *("kornia HardNet", "transformers ResNet", "transformers Bit", "transformers Bert"),
     *("efficientnet_pytorch b0", "open_clip ModifiedResNet", "torch_geometric GCN"),
-    *("pytorch_tabnet TabNet", "torchrl MLP"),
+    *("pytorch_tabnet TabNet", "torchrl MLP", "diffusers AutoencoderKL"),
+    "deep_sort_realtime MobileNetV2",
 }
 
 
