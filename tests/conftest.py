@@ -30,6 +30,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the libraries be collected at the end, or those with bindings in C++ report leaks."""
+    gc.unfreeze()
+
+
 def pytest_runtest_setup() -> None:
     """Let torch list its operators, and torch.onnx read the sources of its own, once a process.
 

@@ -17,6 +17,8 @@ Status = Literal["converted", "kept", "unsupported", "left"]
 
 # How many reasons a sentence lists.
 _REASONS = 3
+# What of a plan's options says which layers are meant.
+_SELECTION = ("only", "skip", "source")
 _FATES = {
     "kept": "(kept)",
     "unsupported": "(not supported)",
@@ -146,7 +148,18 @@ class Plan:
                 (str(len(names)), source, fate, printable(names[0], 40), printable(reason, 80))
             )
         counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
-        return "\n".join([f"to {self.to}: {counts}", *aligned(table)])
+        return "\n".join([f"to {self.to}{self._settings()}: {counts}", *aligned(table)])
+
+    def _settings(self) -> str:
+        """Say which options of the target were given: they tell one arm of an experiment from
+        another.
+        """
+        settings = [
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in self.options.items()
+            if name not in _SELECTION and value is not None
+        ]
+        return f" ({', '.join(settings)})" if settings else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""
