@@ -143,6 +143,8 @@ def _show_check(result: Comparison, at_0: bool) -> None:
 
 def _show(report: Report) -> None:
     show_plan(report.plan)
+    if report.plan.settings:
+        say(f"options: {report.plan.settings}")
     for note in report.notes:
         if note.startswith("not checked:"):
             say(note)

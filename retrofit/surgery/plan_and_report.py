@@ -148,18 +148,20 @@ class Plan:
                 (str(len(names)), source, fate, printable(names[0], 40), printable(reason, 80))
             )
         counts = ", ".join(f"{count} {status}" for status, count in self.counts.items())
-        return "\n".join([f"to {self.to}{self._settings()}: {counts}", *aligned(table)])
+        target = f"{self.to} ({self.settings})" if self.settings else self.to
+        return "\n".join([f"to {target}: {counts}", *aligned(table)])
 
-    def _settings(self) -> str:
-        """Say which options of the target were given: they tell one arm of an experiment from
-        another.
+    @property
+    def settings(self) -> str:
+        """The options of the target that were given, which tell one arm of an experiment from
+        another; empty if none was.
         """
         settings = [
             f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in self.options.items()
             if name not in _SELECTION and value is not None
         ]
-        return f" ({', '.join(settings)})" if settings else ""
+        return ", ".join(settings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values; `from_dict` reads it back."""

@@ -22,11 +22,12 @@ BNN = ("test_resnet", "--to", "bnn")
 
 
 def test_what_people_read(run: Run) -> None:
-    result = done(run("convert", *BNN, "--skip", "layer[1]"))
+    result = done(run("convert", *BNN, "--skip", "layer[1]", "--noise", "0.4", "--alpha", "0"))
     assert result.stdout == ""
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert lines[0].startswith("weights: RANDOM (pass --pretrained")
     assert re.search(r"BatchNorm2d +BatchNormalNorm2d", result.stderr)
+    assert "options: noise=0.4, alpha=0\n" in result.stderr
     assert "'layer[1]'" in result.stderr  # brackets are not markup
     assert "\x1b" not in result.stderr
     assert "check passed: largest difference" in result.stderr
