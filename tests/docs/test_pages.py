@@ -68,11 +68,15 @@ def commands(text: str) -> Iterator[tuple[list[str], str]]:
 
 @pytest.fixture
 def _few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sixth of the digits. That training on all of them is worth it, README's test shows."""
+    """A sixth of the digits for the commands, which load them as a pair. That training on all of
+    them is worth it, README's test shows.
+    """
     load = sklearn.datasets.load_digits
 
-    def few(**options: Any) -> Any:
-        return tuple(values[:300] for values in load(**options))
+    def few(*, return_X_y: bool = False) -> Any:
+        if not return_X_y:
+            return load()
+        return tuple(values[:300] for values in load(return_X_y=True))
 
     monkeypatch.setattr(sklearn.datasets, "load_digits", few)
 
