@@ -163,6 +163,7 @@ def test_a_checkpoint_may_lack_the_classifier_alone(tmp_path: Path) -> None:
             evidence_arms.load_in_order(model, file)
 
 
+@pytest.mark.slow
 def test_every_arm_of_the_evidence_is_built() -> None:
     for arm in evidence_arms.ARMS.values():
         evidence_arms.convert(

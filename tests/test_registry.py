@@ -147,6 +147,7 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it_by_its_entry_point(package: Path) -> None:
     script = f"""
 import sys

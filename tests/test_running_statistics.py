@@ -215,6 +215,7 @@ def work(rank: int, folder: Path) -> None:  # train one step with half the batch
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """This one and another, no fork of it: autograd's threads, which an earlier test may have
     started, forbid that.

@@ -450,6 +450,7 @@ def test_bake_is_the_function(run: Run, pictures: Path) -> None:
     assert_same(result["output"], model)
 
 
+@pytest.mark.slow
 def test_export_is_the_function(run: Run, pictures: Path) -> None:
     network = converted(run, "--to", "bnn", "--strength", "1")
     for name, buffer in network.model.named_buffers():

@@ -251,6 +251,7 @@ def test_what_it_was_judged_on(
     assert report.guessed == (options.get("fold") == "poly" and not calibrate)
 
 
+@pytest.mark.slow
 def test_weights_beside_the_file_are_replaced_with_it_and_the_report(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

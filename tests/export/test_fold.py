@@ -253,7 +253,7 @@ RUNS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["one branch", "batch norm", "whitened", *slow("two branches", "estimated")]
+    "kind", ["batch norm", *slow("one branch", "whitened", "two branches", "estimated")]
 )
 def test_odd_calls(kind: str) -> None:
     check({run: Odd(NORMS[kind](), code, consumer()) for run, (code, consumer) in RUNS.items()})

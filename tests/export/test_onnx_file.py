@@ -10,6 +10,7 @@ from onnx import numpy_helper
 
 from retrofit.export import onnx_file
 from retrofit.utils.files import atomic_write
+from tests.export.networks import slow
 from tests.faults import faults_of, injected
 
 NAMES = ("net.onnx", "net.onnx.data", "net.json")
@@ -28,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name in NAMES}
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("beside", [True, *slow(False)])
 def test_a_fault_at_any_system_call(
     beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

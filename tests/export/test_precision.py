@@ -35,6 +35,7 @@ def inputs_of(
     return {other.op_type for other in model.graph.node if set(other.output) & set(node.input)}
 
 
+@pytest.mark.slow
 def test_convolutions_are_quantized_and_judged_on_other_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ def python(code: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_convert_save_load_and_fold_need_no_extra() -> None:
     done = python(
         "import pathlib, tempfile, retrofit; "
@@ -32,7 +33,9 @@ def test_convert_save_load_and_fold_need_no_extra() -> None:
     ("words", "extra"),
     [
         (["export", "test_resnet"], "export"),
-        (["finetune", "test_resnet", "--dataset", "digits"], "train"),
+        pytest.param(
+            ["finetune", "test_resnet", "--dataset", "digits"], "train", marks=pytest.mark.slow
+        ),
         (["evaluate", "test_resnet", "--dataset", "digits"], "train"),
     ],
 )
