@@ -36,7 +36,9 @@ def test_convert_save_load_and_fold_need_no_extra() -> None:
         pytest.param(
             ["finetune", "test_resnet", "--dataset", "digits"], "train", marks=pytest.mark.slow
         ),
-        (["evaluate", "test_resnet", "--dataset", "digits"], "train"),
+        pytest.param(
+            ["evaluate", "test_resnet", "--dataset", "digits"], "train", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_command_names_the_extra_that_it_needs(words: list[str], extra: str) -> None:
