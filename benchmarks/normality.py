@@ -15,10 +15,9 @@ their number does not depend on what comes out.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,35 +43,30 @@ QUIET = {"bnn, no noise": {"noise": 0.0}}
 DROPOUT = {f"BatchNorm, dropout {rate}": rate for rate in (0.1, 0.3, 0.5)}
 
 
-def page() -> dict[str, Any]:
-    """Return the names that the page's block defines, up to its loop over seeds."""
+def page(rate: float = 0.0) -> dict[str, Any]:
+    """Return the names that the page's block defines, up to its loop over seeds; its network has
+    dropout before the classifier.
+    """
     block = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[0]
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(block[: block.index("scores = ")], PAGE.name, "exec"), names)
-    return names
-
-
-@contextlib.contextmanager
-def dropout(names: dict[str, Any], rate: float | None) -> Iterator[None]:
-    """Let the page's network have dropout before its classifier meanwhile; None: none."""
     network = names["network"]
 
     def with_dropout() -> nn.Sequential:
         *features, classifier = network()
         return nn.Sequential(*features, nn.Dropout(rate), classifier)
 
-    if rate is not None:
+    if rate:
         names["network"] = with_dropout
-    yield
-    names["network"] = network
+    return names
 
 
-def run(key: Line, names: dict[str, Any]) -> Line:
+def run(key: Line) -> Line:
     """Train one network as the page does, and return the line of the run."""
+    names = page(DROPOUT.get(key["arm"], 0.0))
     options = {**names["networks"], **QUIET, **dict.fromkeys(DROPOUT)}[key["arm"]]
     start = time.process_time()
-    with dropout(names, DROPOUT.get(key["arm"])):
-        model = names["train"](options, key["seed"])
+    model = names["train"](options, key["seed"])
     seconds = time.process_time() - start
     images, labels = names["images"], names["labels"]
     test = measure(model, images[800:], labels[800:])
@@ -106,11 +100,10 @@ def main() -> None:
     recorded = Recorded(args.out)
     if not args.table:
         torch.set_num_threads(1)
-        names = page()
-        for seed in args.seeds:
-            for arm in [*names["networks"], *QUIET, *DROPOUT]:
-                key = {"arm": arm, "seed": seed}
-                recorded.done(key, lambda key=key: [run(key, names)], args.until)
+        arms = [*page()["networks"], *QUIET, *DROPOUT]
+        for seed, arm in itertools.product(args.seeds, arms):
+            key = {"arm": arm, "seed": seed}
+            recorded.done(key, lambda key=key: [run(key)], args.until)
     note = (
         "The guide's code on one core: top-1 in percent of 997 digits, mean ± standard error over seeds, and the "
         "difference paired by seed: its error over seeds, and that over test pictures."

@@ -153,7 +153,7 @@ def read_globals(places: list[Any]) -> Iterable[Any]:
 READERS: dict[Any, Callable[[list[Any]], Iterable[Any]]] = {
     OrderedDict: _read_dicts(OrderedDict),
     dict: _read_dicts(dict),
-    **dict.fromkeys((list, set, deque), chain.from_iterable),
+    **dict.fromkeys((list, set, deque, bytearray), chain.from_iterable),
 }
 """What gives what containers hold, by their kind; of a dict the subclass comes first."""
 

@@ -129,7 +129,7 @@ class Snapshot:
             (np.ndarray, self._remember_state(restorers.array_restorer)),
             (tuple | frozenset, lambda value: value),
             (dict, self._remember_dict),
-            (list | set | deque, self._remember_container),
+            (list | set | deque | bytearray, self._remember_container),
             (functools.partial, lambda value: (value.func, value.args, value.keywords)),
             (MethodType, lambda value: (value.__self__, value.__func__)),
             (_CACHE, lambda value: (value.__wrapped__,)),
