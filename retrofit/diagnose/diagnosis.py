@@ -115,14 +115,25 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
     """
     labelled = True
     if data.matched == "order":
-        pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
-        with evaluating(network.model):
-            scores = network.model(pixels.to(device_of(network.model)))
-        outputs = None
-        if _are_scores(scores):
-            outputs = scores.shape[1]
-        labelled = data.classes is not None and not data.doubt(outputs, network.labels)
-    return sample_loader(data, network.preprocess, images, batch_size, labelled)
+        classes = _number_of_scores(network, data)
+        labelled = data.classes is not None and not data.doubt(classes, network.labels)
+    return sample_loader(
+        data,
+        network.preprocess,
+        images,
+        batch_size,
+        labelled,
+    )
+
+
+def _number_of_scores(network: Network, data: ImageData) -> int | None:
+    """Return how many class scores a network gives; None if it answers with something else."""
+    pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
+    with evaluating(network.model):
+        scores = network.model(pixels.to(device_of(network.model)))
+    if _are_scores(scores):
+        return int(scores.shape[1])
+    return None
 
 
 def _are_scores(answer: Any) -> bool:
@@ -171,13 +182,28 @@ def diagnose(
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
         layers = _results(called, lambda_values(model, passes.first), progress)
-        noise = _follow_noise(model, [observer.probe for observer in called], passes, seed)
+        noise = _follow_noise(
+            model,
+            [observer.probe for observer in called],
+            passes,
+            seed,
+        )
         under_noise: list[InputNoise] = []
         attacked = None
         if answers:
-            under_noise = input_noise(model, passes.over("input noise"), answers, seed)
+            under_noise = input_noise(
+                model,
+                passes.over("input noise"),
+                answers,
+                seed,
+            )
         if answers and attack is not None:
-            attacked = under_attack(model, passes.over("attack"), answers, attack)
+            attacked = under_attack(
+                model,
+                passes.over("attack"),
+                answers,
+                attack,
+            )
     return Diagnosis(
         images=images,
         layers=layers,
@@ -289,13 +315,10 @@ def _reported(
 def _follow_activations(model: nn.Module, observers: "list[_Observer]") -> None:
     """Give each observer the activation that directly follows its layer."""
     by_layer = {observer.probe.layer: observer for observer in observers}
-    by_name = {observer.probe.name: observer for observer in observers}
-    sites = find_sites(model, by_layer.__contains__).sites
-    called_once = [site for site in sites if site.places == 1]
-    for site in called_once:
-        observer = by_name.get(site.norm)
-        if observer is not None and site.activation is not None:
-            observer.activation = site.activation.module
+    for site in find_sites(model, by_layer.__contains__).sites:
+        if site.places == 1 and site.activation is not None:
+            norm = model.get_submodule(site.norm)
+            by_layer[norm].activation = site.activation.module
     for module in model.modules():
         if isinstance(module, ProxyNorm) and module.norm in by_layer:
             by_layer[module.norm].activation = module
@@ -324,33 +347,47 @@ class _Observer:
         y = self.probe.normalized(x)
         self._power.update(y)
         if self.activation is not None:
-            out = self.probe.output(x)
-            activated = self.activation(out.clone())
-            before = self.probe.by_channel(out)
-            after = self.probe.by_channel(activated)
-            positions = before.shape[2]
-            step = 1 + (positions - 1) // _POSITIONS
-            self._linearity.update(before[..., ::step], after[..., ::step])
+            self._measure_linearity(self.activation, self.probe.output(x))
         if self.seen % self._every == 0:
             self._look_closely(x, y)
         self.seen += 1
 
+    def _measure_linearity(self, activation: nn.Module, out: Tensor) -> None:
+        activated = self.probe.by_channel(activation(out.clone()))
+        before = self.probe.by_channel(out)
+        positions = before.shape[2]
+        step = 1 + (positions - 1) // _POSITIONS
+        self._linearity.update(before[..., ::step], activated[..., ::step])
+
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
         """Plot channels of what the layer passes on, and of what its transform gets."""
-        drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
-        few = drawn[: self._channels]
-        channels = few.sort().values
+        drawn = torch.randperm(
+            y.shape[1],
+            generator=self._generator,
+            device="cpu",
+        )
+        channels = drawn[: self._channels].sort().values
         state = self._generator.get_state()
-        values = meters.sample(y, channels, _VALUES, self._generator)
+        values = meters.sample(
+            y,
+            channels,
+            _VALUES,
+            self._generator,
+        )
         self._plots += _plots(values)
+        if not self._pairs and len(values) >= FEWEST:
+            self._pairs = _pairs(values[:_PAIR_VALUES])
         if self.probe.transforms:
             # The same values as above.
             self._generator.set_state(state)
             untransformed = self.probe.normalized(x, transformed=False)
-            before = meters.sample(untransformed, channels, _VALUES, self._generator)
+            before = meters.sample(
+                untransformed,
+                channels,
+                _VALUES,
+                self._generator,
+            )
             self._before += [plot.r2 for plot in _plots(before)]
-        if not self._pairs and len(values) >= FEWEST:
-            self._pairs = _pairs(values[:_PAIR_VALUES])
 
     def result(self, lmbda: Tensor | None) -> Layer:
         """Return the layer's figures; `lmbda` are its estimates, if it has any."""

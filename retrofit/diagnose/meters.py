@@ -60,14 +60,19 @@ class QQ:
 def qq(sample: FloatArray) -> QQ | None:
     """Compare a sample with the normal distribution; None for a constant one, which has no line."""
     spread = sample.std()
-    if not np.isfinite(spread) or spread <= 1e-12 * max(1.0, np.abs(sample).max()):
+    rounding = 1e-12 * max(1.0, np.abs(sample).max())
+    if not np.isfinite(spread) or spread <= rounding:
         return None
-    theoretical = _normal_quantiles(len(sample))
-    ordered = np.sort((sample - sample.mean()) / spread)
-    correlation = float(np.corrcoef(theoretical, ordered)[0, 1])
+    return _straightness(np.sort((sample - sample.mean()) / spread))
+
+
+def _straightness(ordered: FloatArray) -> QQ:
+    """Compare ordered values, standardized, with the normal distribution's."""
+    theoretical = _normal_quantiles(len(ordered))
+    correlation = np.corrcoef(theoretical, ordered)[0, 1]
     evenly_spread = np.linspace(0, len(ordered) - 1, _CURVE)
     places = np.unique(evenly_spread.round().astype(int))
-    return QQ(correlation**2, theoretical[places], ordered[places])
+    return QQ(float(correlation**2), theoretical[places], ordered[places])
 
 
 @cache
@@ -75,7 +80,12 @@ def _normal_quantiles(values: int) -> FloatArray:
     """Return what that many ordered values are plotted against: the normal quantiles of Filliben's
     medians of ranks.
     """
-    numbers = torch.arange(1, values + 1, dtype=torch.float64, device="cpu")
+    numbers = torch.arange(
+        1,
+        values + 1,
+        dtype=torch.float64,
+        device="cpu",
+    )
     ranks = (numbers - 0.3175) / (values + 0.365)
     ranks[-1] = 0.5 ** (1 / values)
     ranks[0] = 1 - ranks[-1]
@@ -92,21 +102,30 @@ def henze_zirkler(pair: FloatArray) -> float:
     d = 2 dimensions), and 4 n where one column is a multiple of the other.
     """
     n, d = pair.shape
-    covariance = np.cov(pair, rowvar=False, bias=True)
-    if np.linalg.matrix_rank(covariance) < d:
+    y = _whitened(pair)
+    if y is None:
         return 4.0 * n
-    # Mean 0, covariance 1.
-    root = np.linalg.cholesky(covariance)
-    y = np.linalg.solve(root, (pair - pair.mean(0)).T).T
-    lengths = (y * y).sum(1)
-    gaps = lengths[:, None] + lengths - 2 * y @ y.T
     # The square of the paper's smoothing parameter.
     beta2 = (n * (2 * d + 1) / 4) ** (2 / (d + 4)) / 2
-    empirical = np.exp(-beta2 / 2 * np.maximum(gaps, 0.0)).mean()
+    lengths = (y * y).sum(1)
+    gaps = lengths[:, None] + lengths - 2 * y @ y.T
+    empirical = np.exp(-beta2 / 2 * gaps.clip(0)).mean()
     shrinkage = beta2 / (2 * (1 + beta2))
     mixed = (1 + beta2) ** (-d / 2) * np.exp(-shrinkage * lengths).mean()
     normal = (1 + 2 * beta2) ** (-d / 2)
     return float(n * (empirical - 2 * mixed + normal))
+
+
+def _whitened(pair: FloatArray) -> FloatArray | None:
+    """Return the values with mean 0 and covariance 1; None where one column is a multiple of the
+    other.
+    """
+    covariance = np.cov(pair, rowvar=False, bias=True)
+    if np.linalg.matrix_rank(covariance) < len(covariance):
+        return None
+    root = np.linalg.cholesky(covariance)
+    whitened: FloatArray = np.linalg.solve(root, (pair - pair.mean(0)).T).T
+    return whitened
 
 
 def dependence(pair: FloatArray, bins: int = 10) -> float:
@@ -178,15 +197,17 @@ class PowerMeter(_Meter):
         """Return the shares over all images."""
         # (C,) each.
         mean, square, std, variance = self._sums / self._images
-        between_means = square - mean.square()
-        between_stds = variance - std.square()
-        terms = torch.stack([mean.square(), between_means, std.square(), between_stds])
-        terms = terms.clamp_min(0)
-        power = terms.sum(0)
-        tiny = torch.finfo(terms.dtype).tiny
-        p1, p2, p3, p4 = (terms.sum(1) / power.sum().clamp_min(tiny)).cpu().tolist()
-        squares = power.square().sum().clamp_min(tiny)
-        balance = power.sum().square() / (len(power) * squares)
+        power_of_mean = mean.square()
+        power_of_std = std.square()
+        # (4, C)
+        powers = torch.stack(
+            [power_of_mean, square - power_of_mean, power_of_std, variance - power_of_std]
+        ).clamp_min(0)
+        by_channel = powers.sum(0)
+        shares = powers.sum(1) / _not_0(by_channel.sum())
+        mean_of_squares = by_channel.square().mean()
+        balance = by_channel.mean().square() / _not_0(mean_of_squares)
+        p1, p2, p3, p4 = shares.cpu().tolist()
         return Power(p1, p2, p3, p4, float(balance))
 
 
@@ -208,9 +229,13 @@ class LinearityMeter(_Meter):
         x, z, xx, zz, xz = self._sums / self._images
         x_var = (xx - x * x).clamp_min(0)
         z_var = (zz - z * z).clamp_min(0)
-        scale = (x_var * z_var).clamp_min(torch.finfo(x_var.dtype).tiny)
-        share = (xz - x * z).square() / scale
-        return float(torch.where(z_var <= 1e-12 * zz, 1.0, share).clamp_max(1).mean())
+        share = (xz - x * z).square() / _not_0(x_var * z_var)
+        is_constant = z_var <= 1e-12 * zz
+        return float(share.masked_fill(is_constant, 1.0).clamp_max(1).mean())
+
+
+def _not_0(divisor: Tensor) -> Tensor:
+    return divisor.clamp_min(torch.finfo(divisor.dtype).tiny)
 
 
 def _mean_and_rest(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,14 +300,13 @@ class Probe:
 
     def _neutral(self) -> dict[str, Tensor]:
         """The affine parameters that leave the normalized values as they are."""
-        neutral: dict[str, Tensor] = {}
+        neutral = {}
         weight = getattr(self.layer, "weight", None)
-        bias = getattr(self.layer, "bias", None)
         if isinstance(weight, Tensor):
             neutral["weight"] = torch.ones_like(weight)
-            gain = getattr(self.layer, "gain", None)
-            if isinstance(self.layer, MigratedGroupNorm) and gain is not None:
-                neutral["weight"] = gain.to(weight)
+            if isinstance(self.layer, MigratedGroupNorm) and self.layer.gain is not None:
+                neutral["weight"] = self.layer.gain.to(weight)
+        bias = getattr(self.layer, "bias", None)
         if isinstance(bias, Tensor):
             neutral["bias"] = torch.zeros_like(bias)
         return neutral

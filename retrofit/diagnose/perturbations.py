@@ -1,5 +1,6 @@
 """What becomes of noise that is added inside a network or to its images, and of attacks on them."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,22 +67,15 @@ def attenuation(
 
     def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
         clean, _ = out.chunk(2)
-        shape = [1] * clean.ndim
-        shape[source.channel_axis(clean)] = -1
-        deviation = source.by_channel(clean).std((0, 2), correction=0)
-        spread = deviation.to(clean).view(shape)
-        noise = INJECTED * spread * _noise_like(clean, generator)
-        return torch.cat([clean, clean + noise])
+        noise = _noise_like(clean, generator)
+        return torch.cat([clean, clean + INJECTED * _spread(source, clean) * noise])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
-        if probe.name in errors or not (errors or probe is source):
-            return
-        clean, noisy = (probe.by_channel(half) for half in out.chunk(2))
-        signal = clean - clean.mean((0, 2), keepdim=True)
-        scale = torch.linalg.vector_norm(signal)
-        if scale > 0:
-            error = torch.linalg.vector_norm(noisy - clean)
-            errors[probe.name] = float(error / scale)
+        is_reached = bool(errors) or probe is source
+        if probe.name not in errors and is_reached:
+            error = _relative_error(*map(probe.by_channel, out.chunk(2)))
+            if error is not None:
+                errors[probe.name] = error
 
     watched = hooked(probe.layer.register_forward_hook(partial(compare, probe)) for probe in live)
     with source.layer.register_forward_hook(perturb), watched:
@@ -89,9 +83,32 @@ def attenuation(
     return Attenuation(source.name, tuple(errors), tuple(errors.values()))
 
 
+def _spread(probe: Probe, out: Tensor) -> Tensor:
+    """Return the standard deviation of each channel, in a shape that multiplies the output."""
+    shape = [1] * out.ndim
+    shape[probe.channel_axis(out)] = -1
+    deviation = probe.by_channel(out).std((0, 2), correction=0)
+    return deviation.to(out).view(shape)
+
+
+def _relative_error(clean: Tensor, noisy: Tensor) -> float | None:
+    """Return the error of features (N, C, positions) as a share of their spread; None where they do
+    not vary.
+    """
+    spread = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
+    if spread <= 0:
+        return None
+    return float(torch.linalg.vector_norm(noisy - clean) / spread)
+
+
 def _noise_like(values: Tensor, generator: torch.Generator) -> Tensor:
     """Draw normal noise on the CPU, the same for every device."""
-    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu")
+    noise = torch.randn(
+        values.shape,
+        generator=generator,
+        dtype=torch.float32,
+        device="cpu",
+    )
     return noise.to(values)
 
 
@@ -103,26 +120,31 @@ def input_noise(
 
     `answers` are the classes (N,) that it names for each batch without noise.
     """
-    images = 0
-    right = [0] * len(NOISE_LEVELS)
-    same = [0] * len(NOISE_LEVELS)
-    labelled = True
     generator = torch.Generator().manual_seed(seed)
+    # Of each image at each level; NaN without labels
+    is_same: list[Tensor] = []
+    is_right: list[Tensor] = []
     for (pixels, labels), clean in zip(batches, answers, strict=True):
         drawn = _noise_like(pixels, generator)
-        images += len(pixels)
-        labelled &= labels is not None
-        for place, level in enumerate(NOISE_LEVELS):
-            noisy = clean
-            if level:
-                noisy = model(pixels + level * drawn).argmax(1)
-            same[place] += int((noisy == clean).sum())
-            if labels is not None:
-                right[place] += int((noisy == labels.to(noisy)).sum())
+        noisy = [model(pixels + level * drawn).argmax(1) for level in NOISE_LEVELS[1:]]
+        named = torch.stack([clean, *noisy]).cpu()
+        is_same.append(named == clean.cpu())
+        if labels is None:
+            is_right.append(torch.full(named.shape, torch.nan))
+        else:
+            is_right.append((named == labels.cpu()).float())
+    same = _percent(is_same)
+    right = _percent(is_right)
     return [
-        InputNoise(level, 100 * r / images if labelled else None, 100 * s / images)
-        for level, r, s in zip(NOISE_LEVELS, right, same, strict=True)
+        InputNoise(level, None if math.isnan(top1) else top1, agreement)
+        for level, top1, agreement in zip(NOISE_LEVELS, right, same, strict=True)
     ]
+
+
+def _percent(shares: list[Tensor]) -> list[float]:
+    """Return the percentage, (L, N) in parts, that each level reaches."""
+    percentages: list[float] = (100 * torch.cat(shares, 1).double().mean(1)).tolist()
+    return percentages
 
 
 def under_attack(
@@ -132,15 +154,23 @@ def under_attack(
 
     `answers` are the classes (N,) that it names for each batch without attack.
     """
-    images = right = 0
+    images = 0
+    right = 0
     for (pixels, labels), clean in zip(batches, answers, strict=True):
         if labels is None:
             return None
         images += len(pixels)
         hit = clean == labels.to(clean)
         if hit.any():
-            classes = clean[hit]
-            changed = attack(model, pixels[hit], classes)
-            predicted = model(changed).argmax(1)
-            right += int((predicted == classes).sum())
+            right += _still_right(
+                model,
+                attack,
+                pixels[hit],
+                clean[hit],
+            )
     return UnderAttack(str(attack), 100 * right / images)
+
+
+def _still_right(model: nn.Module, attack: Attack, pixels: Tensor, classes: Tensor) -> int:
+    predicted = model(attack(model, pixels, classes)).argmax(1)
+    return int((predicted == classes).sum())

@@ -6,12 +6,15 @@ import base64
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
-from html import escape
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,7 +33,6 @@ Networks = Mapping[str, Diagnosis]
 # Marks a folder as a report, which may be replaced.
 _RESULTS = "results.json"
 _PAGE = "index.html"
-_STYLE = Path(__file__).with_name("report.css")
 _FIGURES = {
     "R²": "r2", "R² before": "r2_before",
     "P1": "power.p1", "P2": "power.p2", "P3": "power.p3", "P4": "power.p4",
@@ -41,17 +43,25 @@ _FIGURES = {
 # Inches, as wide as a telephone shows at a readable size
 _WIDTH = 4.4
 _LAYER = "layer (number in the table)"
+_GREY = "#d8dee4"
+_INK = "#1f2328"
 _RC: dict[str, Any] = {
-    **{
-        "figure.constrained_layout.use": True,
-        "savefig.dpi": 220,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-    },
-    **{"font.size": 8, "axes.labelsize": 10, "axes.titlesize": 9, "grid.linewidth": 0.6},
-    **dict.fromkeys(("axes.edgecolor", "grid.color"), "#d8dee4"),
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#1f2328"),
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 220,
+    "font.size": 8,
+    "text.color": _INK,
+    "axes.axisbelow": True,
+    "axes.edgecolor": _GREY,
+    "axes.grid": True,
+    "axes.labelcolor": _INK,
+    "axes.labelsize": 10,
+    "axes.titlesize": 9,
+    "grid.color": _GREY,
+    "grid.linewidth": 0.6,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
 }
+_DOTS: dict[str, Any] = {"marker": "o", "markersize": 3}
 _COLOURS = ("#2f81f7", "#e2701a")
 _SHARES = ("#0969da", "#54aeff", "#d1570a", "#fb8f44")
 _SHARE_NAMES = (
@@ -142,7 +152,12 @@ def plots(networks: Networks) -> list[Plot]:
     every = [
         Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0),
         Plot("qq", "Q-Q plots", _qq, 4.2 * count),
-        Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count),
+        Plot(
+            "power",
+            "Where the power lies",
+            _power,
+            0.8 + 2.4 * count,
+        ),
         Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0),
         Plot("noise", "Noise through the layers", _noise, 3.6),
         Plot("independence", "Joint normality and dependence of channel pairs", _independence, 5.0),
@@ -158,43 +173,77 @@ def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
 
 
 def _lines(axes: Axes, networks: Networks, attribute: str, suffix: str = "", **style: Any) -> None:
-    drawn = style or {"marker": "o", "markersize": 3}
+    """Draw an attribute of the layers over their numbers, a line for each network."""
     for name, diagnosis, colour in _coloured(networks):
-        values = map(attrgetter(attribute), diagnosis.layers)
-        points = {number: value for number, value in enumerate(values) if value is not None}
+        points = _points(diagnosis.layers, attribute)
         if points:
-            label = name + suffix
-            axes.plot(list(points), list(points.values()), color=colour, label=label, **drawn)
-    _by_layer(axes)
+            numbers, values = zip(*points, strict=True)
+            axes.plot(
+                numbers,
+                values,
+                color=colour,
+                label=name + suffix,
+                **style,
+            )
     most_layers = max(len(diagnosis.layers) for diagnosis in networks.values())
     axes.set_xlim(-0.5, most_layers - 0.5)
+    _by_layer(axes)
+
+
+def _points(layers: Iterable[Layer], attribute: str) -> list[tuple[int, Any]]:
+    """Return (number, value) of the layers that have a value."""
+    values = map(attrgetter(attribute), layers)
+    return [(number, value) for number, value in enumerate(values) if value is not None]
 
 
 def _gaussianity(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
-    _lines(axes, networks, "r2")
+    _lines(axes, networks, "r2", **_DOTS)
     _lines(axes, networks, "r2_before", ", before the transform", linestyle=":")
     axes.set(ylabel="mean R² of the Q-Q plots", ylim=(None, 1))
 
 
 def _qq(figure: Figure, networks: Networks) -> None:
-    grid = figure.subplots(2 * len(networks), 2, squeeze=False, sharex=True, sharey=True)
+    grid = figure.subplots(
+        2 * len(networks),
+        2,
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
     panels = grid.reshape(len(networks), 4)
     for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
-        layers = enumerate(diagnosis.layers)
-        drawn = [(number, layer) for number, layer in layers if layer.plot is not None]
-        for column, axes in enumerate(row if drawn else ()):
-            number, layer = drawn[round(column * (len(drawn) - 1) / 3)]
-            _qq_panel(axes, number, layer, colour)
         row[0].set_ylabel(name, fontsize=8)
+        for axes, (number, layer) in zip(row, _four_depths(diagnosis.layers), strict=False):
+            _qq_panel(axes, number, layer, colour)
     figure.supxlabel("normal quantiles")
+
+
+def _four_depths(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
+    """Return four layers that have a Q-Q plot, evenly spread, with their numbers."""
+    plotted = [(number, layer) for number, layer in enumerate(layers) if layer.plot is not None]
+    if not plotted:
+        return []
+    places = [round(step * (len(plotted) - 1) / 3) for step in range(4)]
+    return [plotted[place] for place in places]
 
 
 def _qq_panel(axes: Axes, number: int, layer: Layer, colour: str) -> None:
     plot = layer.plot
     assert plot is not None
-    axes.plot([-3.5, 3.5], [-3.5, 3.5], linewidth=1, color="#8b949e")
-    axes.plot(plot.theoretical, plot.ordered, ".", markersize=3, color=colour)
+    axes.plot(
+        [-3.5, 3.5],
+        [-3.5, 3.5],
+        linewidth=1,
+        color="#8b949e",
+    )
+    axes.plot(
+        plot.theoretical,
+        plot.ordered,
+        ".",
+        markersize=3,
+        color=colour,
+    )
     title = f"{number}: {printable(layer.name, 20)}\nR² {plot.r2:.3f}"
     axes.set_title(title, fontsize=8)
     axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
@@ -203,21 +252,25 @@ def _qq_panel(axes: Axes, number: int, layer: Layer, colour: str) -> None:
 def _power(figure: Figure, networks: Networks) -> None:
     column = figure.subplots(len(networks), 1, squeeze=False)[:, 0]
     for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
-        shares = [
-            [getattr(layer.power, key) for layer in diagnosis.layers]
-            for key in ("p1", "p2", "p3", "p4")
-        ]
-        axes.stackplot(range(len(diagnosis.layers)), shares, colors=_SHARES, labels=_SHARE_NAMES)
-        _by_layer(axes)
+        numbers = range(len(diagnosis.layers))
+        powers = [astuple(layer.power)[:4] for layer in diagnosis.layers]
+        shares = list(zip(*powers, strict=True))
+        axes.stackplot(
+            numbers,
+            shares,
+            colors=_SHARES,
+            labels=_SHARE_NAMES,
+        )
         axes.margins(x=0)
         axes.set(title=name, ylim=(0, 1), ylabel="share of power")
+        _by_layer(axes)
 
 
 def _panels(figure: Figure, networks: Networks, titles: Mapping[str, str], **settings: Any) -> None:
     """Draw figures of the layers, by attribute and title, one below the other."""
     column = figure.subplots(len(titles), 1)
     for axes, (attribute, title) in zip(column, titles.items(), strict=True):
-        _lines(axes, networks, attribute)
+        _lines(axes, networks, attribute, **_DOTS)
         axes.set(title=title, **settings)
 
 
@@ -238,19 +291,23 @@ _independence = partial(
 def _noise(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     for name, diagnosis, colour in _coloured(networks):
-        places = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
-        for number, followed in enumerate(diagnosis.noise):
-            points = [
-                (places[layer], error)
-                for layer, error in zip(followed.layers, followed.errors, strict=True)
-                if error > 0
-            ]
-            (line,) = axes.plot(
-                *zip(*points, strict=True), ".-", color=colour, alpha=1 - 0.18 * number
+        numbers = {layer.name: number for number, layer in enumerate(diagnosis.layers)}
+        # The legend lists each network once.
+        label: str | None = name
+        for rank, noise in enumerate(diagnosis.noise):
+            reached = [numbers[layer] for layer in noise.layers]
+            # No logarithm of 0
+            errors = np.where(noise.errors, noise.errors, np.nan)
+            alpha = 1 - 0.18 * rank
+            axes.plot(
+                reached,
+                errors,
+                ".-",
+                color=colour,
+                alpha=alpha,
+                label=label,
             )
-            # The legend lists each network once.
-            if number == 0:
-                line.set_label(name)
+            label = None
     _by_layer(axes)
     axes.set(ylabel="relative error", yscale="log")
 
@@ -258,13 +315,27 @@ def _noise(figure: Figure, networks: Networks) -> None:
 def _lambda(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
     for name, diagnosis, colour in _coloured(networks):
-        points = {i: layer.lmbda for i, layer in enumerate(diagnosis.layers) if layer.lmbda}
+        points = _points(diagnosis.layers, "lmbda")
         if points:
-            x = list(points)
-            _, low, first, middle, third, high, _ = zip(*points.values(), strict=True)
-            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.fill_between(x, first, third, color=colour, alpha=0.35, linewidth=0)
-            axes.plot(x, middle, color=colour, label=name)
+            numbers, quantiles = zip(*points, strict=True)
+            _, low, first, middle, third, high, _ = zip(*quantiles, strict=True)
+            axes.fill_between(
+                numbers,
+                low,
+                high,
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
+            )
+            axes.fill_between(
+                numbers,
+                first,
+                third,
+                color=colour,
+                alpha=0.35,
+                linewidth=0,
+            )
+            axes.plot(numbers, middle, color=colour, label=name)
     axes.axhline(1, linewidth=1, color="#8b949e")
     _by_layer(axes)
     axes.set_ylabel("lambda")
@@ -272,17 +343,21 @@ def _lambda(figure: Figure, networks: Networks) -> None:
 
 def _input_noise(figure: Figure, networks: Networks) -> None:
     axes = figure.subplots()
-    labelled = all(d.input_noise and d.input_noise[0].top1 is not None for d in networks.values())
+    attribute = "top1"
+    ylabel = "top-1, %"
+    every = [entry for diagnosis in networks.values() for entry in diagnosis.input_noise]
+    if any(entry.top1 is None for entry in every):
+        attribute = "agreement"
+        ylabel = "same answer, %"
     for name, diagnosis, colour in _coloured(networks):
         levels = [entry.level for entry in diagnosis.input_noise]
-        shares: list[Any] = [
-            entry.top1 if labelled else entry.agreement for entry in diagnosis.input_noise
-        ]
+        shares = [getattr(entry, attribute) for entry in diagnosis.input_noise]
         axes.plot(levels, shares, "o-", color=colour, label=name)
-    ylabel = "same answer, %"
-    if labelled:
-        ylabel = "top-1, %"
-    axes.set(xlabel="standard deviation of the noise", ylabel=ylabel, ylim=(0, 102))
+    axes.set(
+        xlabel="standard deviation of the noise",
+        ylabel=ylabel,
+        ylim=(0, 102),
+    )
 
 
 def _by_layer(axes: Axes) -> None:
@@ -307,10 +382,8 @@ def check_folder(folder: Path, force: bool) -> None:
 
 def _refuse_what_others_wrote(folder: Path) -> None:
     """Refuse a folder that is no report, or holds more than one: all that is in it is replaced."""
-    if not folder.is_dir() or (any(folder.iterdir()) and not _is_report(folder)):
-        raise RetrofitError(
-            f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`"
-        )
+    if not folder.is_dir():
+        raise RetrofitError(f"{folder} is not a folder and is kept; choose another `folder`")
     written = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
     others = sorted(path.name for path in folder.iterdir() if path.name not in written)
     if others:
@@ -320,14 +393,6 @@ def _refuse_what_others_wrote(folder: Path) -> None:
         )
 
 
-def _is_report(folder: Path) -> bool:
-    try:
-        results = json.loads((folder / _RESULTS).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(results, dict) and isinstance(results.get("networks"), dict)
-
-
 def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> None:
     """Write the report of one or two diagnoses by the name to show; `facts` is what else
     results.json shall hold.
@@ -335,34 +400,13 @@ def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> 
     A folder that is there is replaced once the new one is whole.
     """
     models = facts.get("models", {})
-    titles = [_titled(name, models.get(name, {})) for name in networks]
-    title = _as_html("Diagnosis of " + " and ".join(titles))
-    abouts = [_about(name, networks[name], models.get(name, {})) for name in networks]
+    results = {name: diagnosis.to_dict() for name, diagnosis in networks.items()}
     with atomic_folder(folder) as staged:
-        figures = []
-        for plot in plots(networks):
-            png = plot.png(networks)
+        pictures = {plot: plot.png(networks) for plot in plots(networks)}
+        for plot, png in pictures.items():
             (staged / f"{plot.name}.png").write_bytes(png)
-            figures.append(_as_figure(plot, png))
-        page = [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{title}</title><style>{_STYLE.read_text()}</style></head><body>",
-            f"<h1>{title}</h1>",
-            *(f'<p class="soft">{_as_html(about)}</p>' for about in abouts),
-            "<ul>",
-            *(f"<li>{_as_html(sentence)}</li>" for sentence in sentences(networks)),
-            "</ul>",
-            '<div class="figures">',
-            *figures,
-            "</div>",
-        ]
-        for name, diagnosis in networks.items():
-            page.append(f"<h2>{_as_html(name)}</h2>{_table(diagnosis.layers)}")
-        page.append("</body></html>")
-        (staged / _PAGE).write_text("\n".join(page) + "\n", encoding="utf-8")
-        results = {name: diagnosis.to_dict() for name, diagnosis in networks.items()}
+        page = _page(networks, models, pictures)
+        (staged / _PAGE).write_text(page, encoding="utf-8")
         text = json.dumps({**facts, "networks": results}, indent=1)
         (staged / _RESULTS).write_text(text + "\n")
         # Measuring takes long, and something may have come into the folder meanwhile.
@@ -370,22 +414,38 @@ def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> 
             _refuse_what_others_wrote(folder)
 
 
-def _as_figure(plot: Plot, png: bytes) -> str:
-    """Return a figure, its heading and its caption as HTML that holds the picture itself."""
-    heading = _as_html(plot.title)
-    data = base64.b64encode(png).decode()
-    picture = f'<img src="data:image/png;base64,{data}" alt="{heading}">'
-    caption = f"<figcaption>{_as_html(TEXTS[plot.name])}</figcaption>"
-    return f"<figure><h2>{heading}</h2>{picture}{caption}</figure>"
+def _page(
+    networks: Networks, models: Mapping[str, Mapping[str, Any]], pictures: Mapping[Plot, bytes]
+) -> str:
+    """Return the page, HTML that holds its figures and its style."""
+    environment = Environment(
+        loader=PackageLoader("retrofit", "diagnose"),
+        autoescape=True,
+        finalize=_shown,
+    )
+    return environment.get_template("report.html").render(
+        titles=[_titled(name, models.get(name, {})) for name in networks],
+        abouts=[_about(name, networks[name], models.get(name, {})) for name in networks],
+        sentences=sentences(networks),
+        figures=[
+            (plot.title, TEXTS[plot.name], Markup(base64.b64encode(png).decode()))
+            for plot, png in pictures.items()
+        ],
+        tables={name: _table(diagnosis.layers) for name, diagnosis in networks.items()},
+    )
 
 
-def _as_html(text: object) -> str:
-    """Return a text on one line, as HTML that shows it and does nothing else."""
-    return escape(printable(text))
+def _shown(value: object) -> object:
+    """Show text, which may be names from a file, on one line."""
+    if isinstance(value, Markup):
+        return value
+    return printable(value)
 
 
-def _table(layers: Sequence[Layer]) -> str:
-    """Return the figures of the layers as an HTML table; a column without entries is left out."""
+def _table(layers: Sequence[Layer]) -> list[Sequence[str]]:
+    """Return the figures of the layers as rows below their titles; a column without entries is left
+    out.
+    """
     columns = {
         "#": [str(number) for number in range(len(layers))],
         "layer": [layer.name or "(root)" for layer in layers],
@@ -395,10 +455,7 @@ def _table(layers: Sequence[Layer]) -> str:
         values = map(attrgetter(attribute), layers)
         columns[title] = [_figure(value) for value in values]
     filled = {title: cells for title, cells in columns.items() if any(cells)}
-    head = _row("th", filled)
-    body = "".join(_row("td", cells) for cells in zip(*filled.values(), strict=True))
-    table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide">{table}</div>'
+    return [list(filled), *zip(*filled.values(), strict=True)]
 
 
 def _figure(value: float | None) -> str:
@@ -407,22 +464,16 @@ def _figure(value: float | None) -> str:
     return f"{value:z.3f}"
 
 
-def _row(tag: str, cells: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{_as_html(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-
 def _titled(name: str, model: Mapping[str, Any]) -> str:
     """Name a network with its architecture and how far it is converted; its own name says which run
     it is from.
     """
-    title = str(model.get("model", name))
+    title = model.get("model", name)
     if model.get("target"):
         title += f" to {model['target']}"
     if model.get("strength") is not None:
         title += f", t = {model['strength']:.3g}"
-    if title == name:
-        return name
-    return f"{name} ({title})"
+    return name if title == name else f"{name} ({title})"
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:

@@ -23,7 +23,6 @@ from retrofit.diagnose.meters import Probe, probes
 from retrofit.diagnose.perturbations import Batch, input_noise, under_attack
 from retrofit.diagnose.report_folder import (
     Plot,
-    _table,
     check_folder,
     plots,
     write_report,
@@ -252,10 +251,13 @@ def test_a_report_is_one_folder(one: Diagnosis, tmp_path: Path) -> None:
     )
 
 
-def test_a_table_shows_text_as_it_is_and_no_empty_columns(one: Diagnosis) -> None:
-    table = _table([replace(one.layers[0], name="<i>\n", kind="&", linearity=None)])
-    assert "<tbody><tr><td>0</td><td>&lt;i&gt;\\n</td><td>&amp;</td>" in table
-    assert "<th>balance</th><th>HZ</th>" in table
+@pytest.mark.usefixtures("unpainted")
+def test_a_table_shows_text_as_it_is_and_no_empty_columns(one: Diagnosis, tmp_path: Path) -> None:
+    layer = replace(one.layers[0], name="<i>\n", kind="&", linearity=None)
+    write_report({"a": replace(one, layers=(layer,), noise=())}, {}, tmp_path / "report")
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "<tr><td>0</td><td>&lt;i&gt;\\n</td><td>&amp;</td>" in page
+    assert "<th>balance</th><th>HZ</th>" in page
 
 
 def test_a_curve_of_noise_runs_through_the_layers_it_reaches(one: Diagnosis) -> None:
@@ -292,14 +294,8 @@ def test_a_report_replaces_only_a_report(
     check_folder(folder, force=True)
     write_report({"b": one}, {}, folder)
     assert "b" in json.loads((folder / "results.json").read_text())["networks"]
-    (folder / "results.json").rename(folder / "thesis.txt")
-    with pytest.raises(RetrofitError, match="kept"):
-        check_folder(folder, force=True)
-    (folder / "results.json").write_text('{"accuracy": 0.9}')  # of another program
-    (folder / "thesis.txt").rename(tmp_path / "thesis.txt")
-    with pytest.raises(RetrofitError, match="kept"):
-        check_folder(folder, force=True)
-    (tmp_path / "thesis.txt").rename(folder / "results.json")
+    with pytest.raises(RetrofitError, match="is not a folder and is kept"):
+        check_folder(folder / "index.html", force=True)
     for name in ("notes.txt", "qq"):
         (folder / name).mkdir()
         for refused in (
