@@ -39,7 +39,6 @@ CONVOLUTIONAL: dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]] = {
     # label: target, its options, options of the export
     "source": (None, {}, {}),
     "bnn, polynomials": ("bnn", {}, {"fold": "poly", "degree": 2}),
-    "bnn, for OpenVINO": ("bnn", {}, {"fold": "poly", "degree": 2, "runtime": "openvino"}),
     "bnn, exact": ("bnn", {}, {}),
     "ln": ("ln", {}, {}),
     "gn, 8 groups": ("gn", {"groups": 8}, {}),

@@ -99,45 +99,42 @@ def untrained(name: str) -> Subject:
     return Subject(source, spread(model, images[0]), images, size)
 
 
-def export(name: str, folder: Path, args: argparse.Namespace) -> dict[str, list[Path]]:
-    """Write what is missing of a network's variants; return them for each runtime."""
+def export(name: str, folder: Path, args: argparse.Namespace) -> list[Path]:
+    """Write what is missing of a network's variants; return them."""
     stem = "checkpoint" if args.checkpoint else name
-    common = [folder / f"{stem}-{variant.replace(' ', '')}.onnx" for variant in VARIANTS[:-1]]
-    polys = {runtime: folder / f"{stem}-poly-{runtime}.onnx" for runtime in args.runtimes}
-    if not all(file.exists() for file in (*common, *polys.values())):
+    files = [folder / f"{stem}-{variant.replace(' ', '')}.onnx" for variant in VARIANTS]
+    if not all(file.exists() for file in files):
         torch.manual_seed(0)
         subject = trained(args) if args.checkpoint else untrained(name)
-        write_shared(subject, common)
-        write_polys(subject, polys, args)
-    return {runtime: [*common, file] for runtime, file in polys.items()}
+        write_folded(subject, files[:-1])
+        write_poly(subject, files[-1], args)
+    return files
 
 
-def write_shared(subject: Subject, files: Sequence[Path]) -> None:
-    """Write the variants that are the same for every runtime: source, strength 0 and exact."""
+def write_folded(subject: Subject, files: Sequence[Path]) -> None:
+    """Write the variants that keep the function: source, strength 0 and exact."""
     at_0 = copy.deepcopy(subject.model)
     retrofit.set_strength(at_0, 0.0)
     for file, model in zip(files, (subject.source, at_0, subject.model), strict=True):
         write(file, model, subject.size)
 
 
-def write_polys(subject: Subject, files: dict[str, Path], args: argparse.Namespace) -> None:
-    """Write poly for each runtime."""
+def write_poly(subject: Subject, file: Path, args: argparse.Namespace) -> None:
+    """Write the approximation."""
     tolerance = args.tolerance
     if args.degree and tolerance is None:
         tolerance = 1.0
-    estimated = not any(isinstance(layer, RunningNormality) for layer in subject.model.modules())
-    for runtime, file in files.items():
-        fold: dict[str, Any] = {"fold": "poly", "runtime": runtime, "degree": args.degree}
-        if estimated:
-            fold = {"freeze_lambda": True}
-        write(
-            file,
-            subject.model,
-            subject.size,
-            calibrate=subject.images,
-            tolerance=tolerance,
-            **fold,
-        )
+    fold: dict[str, Any] = {"fold": "poly", "degree": args.degree}
+    if not any(isinstance(layer, RunningNormality) for layer in subject.model.modules()):
+        fold = {"freeze_lambda": True}
+    write(
+        file,
+        subject.model,
+        subject.size,
+        calibrate=subject.images,
+        tolerance=tolerance,
+        **fold,
+    )
 
 
 def write(file: Path, model: nn.Module, size: Sequence[int], **options: Any) -> None:
@@ -179,12 +176,13 @@ def latencies(files: Sequence[Path], runtime: str, rounds: int) -> list[str]:
 
 def rows(name: str, folder: Path, args: argparse.Namespace) -> Iterator[list[str]]:
     """Export a network and measure it; give a row for each runtime."""
-    for runtime, files in export(name, folder, args).items():
-        if not args.rounds:
-            continue
-        label = Path(name).name
-        if args.checkpoint:
-            label += f" (top-1 differs for {disagreement(files, args):.1f}%)"
+    files = export(name, folder, args)
+    if not args.rounds:
+        return
+    label = Path(name).name
+    if args.checkpoint:
+        label += f" (top-1 differs for {disagreement(files, args):.1f}%)"
+    for runtime in args.runtimes:
         yield [label, runtime, *latencies(files, runtime, args.rounds)]
 
 
@@ -195,7 +193,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="a trained artifact, instead of --models")
     parser.add_argument("--data-dir", help="images, for --checkpoint")
     parser.add_argument(
-        "--degree", type=int, default=2, help="of polynomials, or lines; 0 to choose by --tolerance"
+        "--degree", type=int, default=2, help="of polynomials; 0 to choose by --tolerance"
     )
     parser.add_argument("--tolerance", type=float, help="as retrofit export takes it")
     parser.add_argument("--rounds", type=int, default=15, help="0 only exports")

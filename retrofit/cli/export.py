@@ -42,17 +42,7 @@ _IMAGES = 256
     ("exact", "poly"),
     default="exact",
 )
-@options.option(
-    "--for runtime",
-    "Approximate with polynomials or, for openvino, lines that fuse into convolutions "
-    "(default: onnxruntime).",
-    options.RUNTIMES,
-)
-@options.option(
-    "--degree",
-    "Degree of all polynomials, or number of lines, 2 to 8 (default: as few as needed).",
-    int,
-)
+@options.option("--degree", "Degree of all polynomials, 2 to 8 (default: as low as possible).", int)
 @options.option(
     "--tolerance",
     "Largest difference, as a fraction of the output's scale (default: 1e-4; 0.05 with --fold "

@@ -24,7 +24,6 @@ from retrofit.inputs import Inputs
 from retrofit.layers.strength import common_strength
 from retrofit.record import Record, record_of
 from retrofit.utils.files import atomic_write, ensure_writable, writing
-from retrofit.utils.onnx_runtimes import Runtime
 from retrofit.utils.text import json_text
 
 
@@ -37,7 +36,6 @@ def export_onnx(
     *,
     inputs: Inputs | None = None,
     batch: int | None = None,
-    runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
     calibrate: Iterable[Any] | None = None,
@@ -59,19 +57,15 @@ def export_onnx(
         model: Any network, converted or not; it is not changed.
         path: The file to write.
         fold: "exact" keeps the function, up to rounding; "poly" replaces power transforms with
-            polynomials or lines.
+            polynomials.
         input_size: Shape of one sample, (C, H, W); by default, the network's own.
         opset: ONNX operator set, 18 to 22.
         inputs: Example inputs for the network, used instead of random images: a tensor, a tuple of
             positional arguments, or a dict of keyword arguments. If there are several, the file's
             inputs get the dict's names.
         batch: Fixed number of samples, for networks that cannot be captured with a variable number.
-        runtime: The runtime that approximations are tuned for. "onnxruntime" (the default):
-            polynomials. "openvino", which fuses elementwise operations: continuous piecewise-linear
-            functions and polynomials. In INT8 both get polynomials; "onnxruntime" quantizes them up
-            to degree 3, "openvino" leaves them in float32.
-        degree: Degree of all polynomials, or number of lines, 2 to 8. By default, each layer gets
-            the lowest that the tolerance allows, judged by how its error affects the output.
+        degree: Degree of all polynomials, 2 to 8. By default, each layer gets the lowest that the
+            tolerance allows, judged by how its error affects the output.
         tolerance: Largest allowed difference of an output, as a fraction of the largest output.
             Default: 1e-4; 0.05 for approximate exports; 0.02 in float16 and 0.3 in INT8. In these
             two, it applies to the file alone, and to an approximation only if it is larger than
@@ -110,7 +104,6 @@ def export_onnx(
         inputs=inputs,
         input_size=input_size,
         batch=batch,
-        runtime=runtime,
         degree=degree,
         tolerance=tolerance,
         calibrate=calibrate,
@@ -155,8 +148,7 @@ def _onnx_model(
 ) -> tuple[onnx.ModelProto, list[Check]]:
     """Return the model in the requested precision, and what it has to answer."""
     program = folded.program
-    # OpenVINO computes a polynomial in float32 in one pass
-    if request.precision == "int8" and request.runtime != "openvino":
+    if request.precision == "int8":
         for part in program.module.modules():
             if isinstance(part, Polynomial):
                 part.to_convolutions()

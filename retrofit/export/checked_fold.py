@@ -103,13 +103,8 @@ def _refuse_fixed_batch(program: Program, reference: Reference) -> None:
 
 
 def _approximations(program: Program, request: Request) -> dict[Node, Fit]:
-    runtime = request.runtime or "onnxruntime"
-    # In INT8 what lies between lines would get a range of its own
-    if request.precision == "int8":
-        runtime = "onnxruntime"
     return choose(
         program.module,
-        runtime,
         request.degree,
         request.allowed,
         request.fitted,
@@ -119,7 +114,7 @@ def _approximations(program: Program, request: Request) -> dict[Node, Fit]:
 
 def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLayer, ...]:
     errors: dict[str, tuple[int, float, float]] = {
-        layer_of(node): (fit.size, fit.max_error, fit.rms_error) for node, fit in fits.items()
+        layer_of(node): (fit.degree, fit.max_error, fit.rms_error) for node, fit in fits.items()
     }
     return tuple(
         FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()

@@ -9,7 +9,6 @@ from torch import nn
 from retrofit.export.checked_fold import checked_fold
 from retrofit.export.request import Fold, Request
 from retrofit.inputs import Inputs
-from retrofit.utils.onnx_runtimes import Runtime
 
 
 def fold(
@@ -19,7 +18,6 @@ def fold(
     inputs: Inputs | None = None,
     input_size: Sequence[int] | None = None,
     batch: int | None = None,
-    runtime: Runtime | None = None,
     degree: int | None = None,
     tolerance: float | None = None,
     calibrate: Iterable[Any] | None = None,
@@ -52,7 +50,6 @@ def fold(
         inputs=inputs,
         input_size=input_size,
         batch=batch,
-        runtime=runtime,
         degree=degree,
         tolerance=tolerance,
         calibrate=calibrate,

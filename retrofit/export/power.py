@@ -35,10 +35,10 @@ class Fit:
     deviation of the layer's output.
     """
 
-    # "affine", "polynomial", "lines", "one branch" or "two branches"
+    # "affine", "polynomial", "one branch" or "two branches"
     form: str
-    # The degree, or the number of lines
-    size: int
+    # 0 for the transform itself
+    degree: int
     scale: Tensor
     shift: Tensor
     parts: Sequence[nn.Module]

@@ -18,14 +18,14 @@ class FoldedLayer:
     """What became of one layer; errors are shares of the standard deviation of its output.
 
     Its form is "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial",
-    "lines", "normalization" (of its source's kind), "group", "group convolution" (of size 1, a
+    "normalization" (of its source's kind), "group", "group convolution" (of size 1, a
     whitening), "estimated" or "frozen"; "kept" where its forward is somebody's own.
     """
 
     # In the given network
     name: str
     form: str
-    # Of the polynomial, or the number of lines
+    # Of the polynomial
     degree: int | None = None
     # Of the approximation, on the values fitted
     max_error: float | None = None
@@ -33,9 +33,7 @@ class FoldedLayer:
 
     @property
     def kind(self) -> str:
-        """Its form, with the degree of a polynomial or the number of lines."""
-        if self.form == "lines":
-            return f"{self.degree} lines"
+        """Its form, with the degree of a polynomial."""
         if self.degree is None:
             return self.form
         return f"{self.form} of degree {self.degree}"

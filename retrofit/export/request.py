@@ -11,18 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from retrofit.compare import TOLERANCE
 from retrofit.errors import UsageError
-from retrofit.export.approximation.fit import MAX_SIZE
+from retrofit.export.approximation.fit import MAX_DEGREE
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.record import unwrapped
-from retrofit.utils.onnx_runtimes import RUNTIMES, Runtime
 from retrofit.utils.running import copied, device_of, images_of, placement_of
 
 Fold = Literal["exact", "poly"]
 Precision = Literal["float32", "float16", "int8"]
 
 _PRECISIONS = ", ".join(get_args(Precision))
-_RUNTIMES = " or ".join(RUNTIMES)
 APPROXIMATE_TOLERANCE = 0.05
 # Bytes of one batch of inputs: what a network computes of it is many times as large
 _LARGEST_BATCH = 2**30
@@ -44,7 +42,6 @@ class Request:
     inputs: Inputs | None
     input_size: Sequence[int] | None
     batch: int | None
-    runtime: Runtime | None
     degree: int | None
     tolerance: float | None
     calibrate: Iterable[Any] | None
@@ -82,12 +79,10 @@ class Request:
             yield f"there is no fold {self.fold!r}; use exact or poly"
         if self.precision not in get_args(Precision):
             yield f"there is no precision {self.precision!r}; use {_PRECISIONS}"
-        if self.runtime not in (None, *RUNTIMES):
-            yield f"nothing is known of a runtime {self.runtime!r}; use {_RUNTIMES}"
-        if self.fold != "poly" and (self.degree is not None or self.runtime is not None):
-            yield "`degree` and `runtime` approximate; add `fold='poly'`"
-        if self.degree is not None and not 2 <= self.degree <= MAX_SIZE:
-            yield f"`degree={self.degree}` is not supported; use 2 to {MAX_SIZE} or none"
+        if self.fold != "poly" and self.degree is not None:
+            yield "`degree` is that of approximations; add `fold='poly'`"
+        if self.degree is not None and not 2 <= self.degree <= MAX_DEGREE:
+            yield f"`degree={self.degree}` is not supported; use 2 to {MAX_DEGREE} or none"
         if self.batch is not None and self.batch < 1:
             yield f"`batch={self.batch}` is no number of samples; give 1 or more"
         yield from problems_of_tolerance(self.tolerance, f"{TOLERANCE:g} is usual")

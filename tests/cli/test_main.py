@@ -206,7 +206,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ),
         (f"export {NET} -o {NET} --force", 2, "ends in .onnx"),  # would have replaced the network
         (f"export {NET} --half --int8", 2, "choose one"),
-        (f"export {NET} --for openvino", 2, "--for approximate; add --fold poly"),
+        (f"export {NET} --degree 3", 2, "--degree is that of approximations; add --fold poly"),
         ("finetune", 2, "there is no network to train"),
         (f"finetune {NET}", 2, "nothing to read images from; give --data-dir or --dataset"),
         (

@@ -225,10 +225,9 @@ POLY, FROZEN = (
     {"fold": "poly", "tolerance": 0.5},
     {"freeze_lambda": True, "tolerance": 2.0, "calibrate": IMAGES},
 )
-LINES = {**POLY, "degree": 5, "runtime": "openvino"}
 
 
-@pytest.mark.parametrize("how", [{}, *slow({**POLY, "calibrate": IMAGES}, LINES, FROZEN)])
+@pytest.mark.parametrize("how", [{}, *slow({**POLY, "calibrate": IMAGES}, FROZEN)])
 def test_fold_makes_its_tensors_where_the_network_lies(how: dict[str, Any]) -> None:
     """Tensors lie on the meta device here unless something says where; those would end in an
     error.

@@ -88,12 +88,10 @@ def test_a_network_that_costs_what_its_source_costs_has_no_float_between_convolu
             assert inputs_of(proto, node) == {"DequantizeLinear"}, node.name
 
 
-@pytest.mark.parametrize("case", slow(("onnxruntime", 3), ("onnxruntime", 4), ("openvino", 3)))
-def test_low_polynomials_are_quantized_where_there_are_kernels(
-    tmp_path: Path, case: tuple[str, int]
-) -> None:
-    (runtime, degree), integers = case, case == ("onnxruntime", 3)
-    options: Any = {"fold": "poly", "degree": degree, "tolerance": 1.0, "runtime": runtime}
+@pytest.mark.parametrize("degree", slow(3, 4))
+def test_low_polynomials_are_quantized_where_there_are_kernels(tmp_path: Path, degree: int) -> None:
+    integers = degree == 3
+    options: Any = {"fold": "poly", "degree": degree, "tolerance": 1.0}
     report, proto = export(converted("bnn"), tmp_path / "a.onnx", precision="int8", **options)
     polynomials = [layer for layer in report.layers if layer.form == "polynomial"]
     assert polynomials

@@ -14,29 +14,17 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
-from retrofit.export.approximation.fit import (
-    MAX_SIZE,
-    LayerFunction,
-    LineFitter,
-    PolynomialFitter,
-)
+from retrofit.export.approximation.fit import MAX_DEGREE, LayerFunction, PolynomialFitter
 from retrofit.export.approximation.samples import Observer
 from retrofit.export.graph_nodes import shape_of
 from retrofit.export.power import POWER, Fit, Transform
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.answers import largest_gap, scale_of, tensors_of
-from retrofit.utils.onnx_runtimes import Runtime
 
-_FAMILIES: Mapping[Runtime, Sequence[tuple[type[LineFitter | PolynomialFitter], float, float]]] = {
-    "onnxruntime": [(PolynomialFitter, -0.125, 0.125)],
-    "openvino": [(LineFitter, -0.04, 0.04), (PolynomialFitter, 0.055, 0.007)],
-}
-"""What approximates best in a runtime, first; what any of them costs an element, as a share of what
-the exact transform costs there, and what each degree or line costs besides, as
-`benchmarks/export_latency.py` shows for tf_efficientnet_lite0.
-"""
-
+# What a polynomial costs an element, as a share of what the exact transform costs there, is this for
+# each degree above 1: as benchmarks/export_latency.py shows for tf_efficientnet_lite0
+_COST_OF_DEGREE = 0.125
 # With a degree given: what is as good as affine
 _AFFINE = 1e-3
 # Images that show what errors do
@@ -52,7 +40,6 @@ Functions = Mapping[Node, LayerFunction]
 @torch.no_grad()
 def choose(
     module: fx.GraphModule,
-    runtime: Runtime,
     degree: int | None,
     tolerance: float,
     fitted: Sequence[Call],
@@ -72,11 +59,11 @@ def choose(
     if not functions:
         return {}
     if degree is not None:
-        return _of_one_degree(functions, runtime, degree)
+        return _of_one_degree(functions, degree)
     limit = _ROOM * tolerance
     smallest = math.inf
     expected = [(call, answers(module, call)) for call in judged]
-    options = _options(module, functions, runtime, fitted or judged)
+    options = _options(module, functions, fitted or judged)
     for fits in allocations(options):
         difference = _difference(module, fits, expected, limit)
         if difference <= limit:
@@ -112,14 +99,14 @@ def _functions(module: fx.GraphModule, calls: Sequence[Call]) -> dict[Node, Laye
     return functions
 
 
-def _of_one_degree(functions: Functions, runtime: Runtime, degree: int) -> dict[Node, Fit]:
+def _of_one_degree(functions: Functions, degree: int) -> dict[Node, Fit]:
     """Fit all functions with one degree but those that a line fits as well."""
-    fitter, _, _ = _FAMILIES[runtime][0]
     fits = {}
     for node, function in functions.items():
         affine = function.affine()
-        is_rough = affine.rms_error > _AFFINE
-        fits[node] = fitter(function).fit(degree) if is_rough else affine
+        fits[node] = affine
+        if affine.rms_error > _AFFINE:
+            fits[node] = PolynomialFitter(function).fit(degree)
     return fits
 
 
@@ -206,30 +193,34 @@ class Candidate(NamedTuple):
 
 
 def _options(
-    module: fx.GraphModule, functions: Functions, runtime: Runtime, calls: Sequence[Call]
+    module: fx.GraphModule, functions: Functions, calls: Sequence[Call]
 ) -> dict[Node, list[Candidate]]:
-    """Fit all kinds and sizes, and see what an error of each transform alone does to the output."""
+    """Fit all degrees, and see what an error of each transform alone does to the output."""
     few = next((call for call in calls if call.batch >= _FEW), calls[-1])
     few = few.resized(min(_FEW, few.batch))
     expected = answers(module, few)
     options = {}
     for node, function in functions.items():
-        elements = math.prod(shape_of(node)[1:])
-        # Fits, and what each costs an element as a share of what the exact transform does.
-        costs = [(function.affine(), 0.0)]
-        for family, base, each in _FAMILIES[runtime]:
-            fitter = family(function)
-            for size in range(2, MAX_SIZE + 1):
-                costs.append((fitter.fit(size), base + size * each))
-        probe, _ = costs[1]
+        fits = _fits_of_all_degrees(function)
+        probe = fits[1]
         changed = answers(module, few, {node: probe})
         harm = _squared_change(expected, changed) / max(probe.rms_error**2, 1e-30)
-        candidates = [
-            Candidate(fit, elements * cost, harm * fit.rms_error**2) for fit, cost in costs
-        ]
+        elements = math.prod(shape_of(node)[1:])
         exact = Candidate(None, elements, 0.0)
-        options[node] = [*candidates, exact]
+        options[node] = [*(_candidate(fit, elements, harm) for fit in fits), exact]
     return options
+
+
+def _fits_of_all_degrees(function: LayerFunction) -> list[Fit]:
+    fitter = PolynomialFitter(function)
+    degrees = range(2, MAX_DEGREE + 1)
+    return [function.affine(), *(fitter.fit(degree) for degree in degrees)]
+
+
+def _candidate(fit: Fit, elements: int, harm: float) -> Candidate:
+    """Return a fit with its cost, and its error times the harm that a unit does to the output."""
+    cost = elements * _COST_OF_DEGREE * (fit.degree - 1)
+    return Candidate(fit, cost, harm * fit.rms_error**2)
 
 
 def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> float:

@@ -34,20 +34,16 @@ def network(low: float, high: float, act: nn.Module) -> nn.Sequential:
 
 
 class Folded:  # a network folded with approximations
-    def __init__(
-        self, model: nn.Module, images: list[Tensor], runtime: Any = "onnxruntime", **how: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, images: list[Tensor], **how: Any) -> None:
         calls = [Call((batch,)) for batch in images]
         program = capture(model, calls[0])
         self.model, self.layers = program.module, program.layers
-        fits = choose(
-            self.model, runtime, how.get("degree"), how.get("tolerance", 0.05), calls, calls
-        )
+        fits = choose(self.model, how.get("degree"), how.get("tolerance", 0.05), calls, calls)
         self.judged = [answers(self.model, call, fits) for call in calls]
         self.fits = {layer_of(node): fit for node, fit in fits.items()}
         fold(program, fits)
         self.degrees = [
-            self.fits[name].size if name in self.fits else 9 for name in self.layers
+            self.fits[name].degree if name in self.fits else 9 for name in self.layers
         ]  # 9: exact
 
 
@@ -56,34 +52,26 @@ def images() -> list[Tensor]:
     return list(torch.randn(3, 8, 4, 9, 9))
 
 
-@pytest.mark.parametrize(
-    ("act", "runtime"),
-    [(nn.ReLU(), "openvino"), (nn.ReLU6(), "onnxruntime"), (nn.SiLU(), "onnxruntime")],
-    ids=str,
-)
-def test_lowest_degree_within_tolerance(act: nn.Module, runtime: str, images: list[Tensor]) -> None:
+@pytest.mark.parametrize("act", [nn.ReLU6(), nn.SiLU()], ids=str)
+def test_lowest_degree_within_tolerance(act: nn.Module, images: list[Tensor]) -> None:
     model, degrees = network(0.2, 1.8, act), []
     for tolerance in (0.2, 0.02, 0.01 if isinstance(act, nn.SiLU) else 0.002):
-        folded = Folded(model, images, runtime, tolerance=tolerance)
+        folded = Folded(model, images, tolerance=tolerance)
         expected, found = model(torch.cat(images)).detach(), folded.model(torch.cat(images))
         assert (found - expected).abs().max() <= tolerance * expected.abs().max() * 1.01
         degrees.append(folded.degrees[0])
-        if folded.layers["1"] in ("polynomial", "lines"):  # a polynomial includes a ReLU
-            has_activation = bool(
-                {"relu", "hardtanh", "silu"} & {node.name for node in folded.model.graph.nodes}
-            )
-            assert has_activation == (folded.layers["1"] == "lines" or isinstance(act, nn.SiLU))
-    if runtime == "onnxruntime":
-        assert degrees == sorted(degrees)
-        assert degrees[0] < degrees[-1]  # 9: exact
+        if folded.layers["1"] == "polynomial":  # which includes a ReLU
+            names = {node.name for node in folded.model.graph.nodes}
+            assert bool({"hardtanh", "silu"} & names) == isinstance(act, nn.SiLU)
+    assert degrees == sorted(degrees)
+    assert degrees[0] < degrees[-1]  # 9: exact
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
-def test_what_is_judged_is_what_is_folded(runtime: str, images: list[Tensor]) -> None:
+def test_what_is_judged_is_what_is_folded(images: list[Tensor]) -> None:
     images = [5 * x for x in images]  # far enough for parabolas to dip below zero
     model = network(1.5, 3.5, nn.ReLU(inplace=True))
     model.append(model[2])  # one activation, called twice
-    folded = Folded(model, images, runtime, degree=2)
+    folded = Folded(model, images, degree=2)
     assert folded.degrees == [2]
     found = [answers(folded.model, Call((x,))) for x in images]
     torch.testing.assert_close(found, folded.judged, atol=1e-5, rtol=1e-5)
@@ -150,19 +138,10 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     )
 
 
-def test_exported_lines_are_prelus(images: list[Tensor], tmp_path: Any) -> None:
-    options: Any = {"runtime": "openvino", "degree": 3, "tolerance": 0.5, "calibrate": images}
-    model, path = network(0.2, 1.8, nn.ReLU()), tmp_path / "lines.onnx"
-    report = retrofit.export_onnx(model, path, "poly", (4, 9, 9), **options)
-    assert report.nodes["PRelu"] == 2
-    assert set(report.nodes) == {"Conv", "PRelu", "Add", "Relu"}
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         *(({"degree": 3}, "add `fold=.poly.`"), ({"freeze_lambda": True}, "`calibrate`")),
-        ({"fold": "poly", "runtime": "tflite"}, "use onnxruntime or openvino"),
         *(({"fold": "poly", "degree": degree}, "use 2 to 8") for degree in (1, 9)),
         ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
         (
@@ -204,7 +183,7 @@ def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[C
         for size, e in enumerate(errors, 1)
     ]
     found = [
-        Candidate(fit, elements * fit.size / 60 * (fit.size > 1), harm * fit.rms_error**2)
+        Candidate(fit, elements * fit.degree / 60 * (fit.degree > 1), harm * fit.rms_error**2)
         for fit in fits
     ]
     return [*found, Candidate(None, elements, 0.0)]
@@ -213,7 +192,8 @@ def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[C
 def sizes(layers: list[list[Candidate]]) -> list[list[int | None]]:
     nodes = {Graph().placeholder("x"): layer for layer in layers}
     return [
-        [fits[node].size if node in fits else None for node in nodes] for fits in allocations(nodes)
+        [fits[node].degree if node in fits else None for node in nodes]
+        for fits in allocations(nodes)
     ]
 
 
