@@ -167,6 +167,14 @@ def _node_counts(proto: onnx.ModelProto) -> dict[str, int]:
     return dict(Counter(sorted(node.op_type for node in proto.graph.node)).most_common())
 
 
+def _classes_of(proto: onnx.ModelProto) -> int | None:
+    """Return the number of classes where the model gives scores (N, classes) alone."""
+    shapes = [output.type.tensor_type.shape.dim for output in proto.graph.output]
+    if len(shapes) != 1 or len(shapes[0]) != 2:
+        return None
+    return int(shapes[0][1].dim_value)
+
+
 @dataclass(frozen=True)
 class _NetworkFacts:
     """What is known about the exported network, for the file's metadata and the report."""
@@ -181,16 +189,14 @@ class _NetworkFacts:
     def of(cls, request: Request, proto: onnx.ModelProto) -> "_NetworkFacts":
         """Collect the record of a network, as far as it is true of the exported model."""
         record = record_of(request.model)
+        labels = record.labels
+        # Those of a classifier that the network had before
+        if labels and _classes_of(proto) not in (None, len(labels)):
+            labels = None
         preprocess = None
         if record.preprocess is not None:
             preprocess = {**record.preprocess.to_dict(), "input_size": list(request.sample)}
-        labels = record.labels or None
-        shapes = [output.type.tensor_type.shape.dim for output in proto.graph.output]
-        is_classifier = len(shapes) == 1 and len(shapes[0]) == 2
-        # Those of a classifier that the network had before
-        if labels is not None and is_classifier and shapes[0][1].dim_value != len(labels):
-            labels = None
-        return cls(request, record, labels, preprocess)
+        return cls(request, record, labels or None, preprocess)
 
     def shared(self) -> dict[str, Any]:
         """Return what metadata and report both say."""

@@ -1,5 +1,6 @@
 """Capture a network, fold it, and compare the two."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +65,12 @@ def checked_fold(request: Request) -> FoldedNetwork:
     comparison = reference.compare(program.module)
     if comparison.differs:
         raise ComparisonError(comparison, *_difference(request, program))
-    return FoldedNetwork(program, _folded_layers(program, fits), reference, comparison)
+    return FoldedNetwork(
+        program,
+        _folded_layers(program, fits),
+        reference,
+        comparison,
+    )
 
 
 def _refuse_missing_numbers(network: nn.Module, reference: Reference) -> None:
@@ -143,16 +149,21 @@ def _quantizes(program: Program) -> bool:
 
 def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
     """Return the mean lambda, strength included, of each layer that estimates it, over images."""
-    values: dict[str, list[Tensor]] = {}
+    values: dict[str, list[Tensor]] = defaultdict(list)
     with evaluating(network):
         for call in calls:
             for name, lmbda in lambda_values(network, call.args[0]).items():
-                values.setdefault(name, []).append(lmbda.double())
-    means: dict[str, float] = {}
-    for name, batches in values.items():
-        layer: Any = network.get_submodule(name)
-        if layer.channel_map() is None:
-            mean = float(torch.cat(batches).mean())
-            strength = float(layer.effective_alpha)
-            means[name] = 1 + strength * (mean - 1)
-    return means
+                values[name].append(lmbda.double())
+    return {
+        name: _lambda_of(network.get_submodule(name), float(torch.cat(batches).mean()))
+        for name, batches in values.items()
+        if _estimates(network.get_submodule(name))
+    }
+
+
+def _estimates(layer: Any) -> bool:
+    return layer.channel_map() is None
+
+
+def _lambda_of(layer: Any, estimate: float) -> float:
+    return 1 + float(layer.effective_alpha) * (estimate - 1)

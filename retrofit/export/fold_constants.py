@@ -48,7 +48,13 @@ def replace_power_transforms(graph: FoldingGraph, fits: Mapping[Node, Fit]) -> N
         if fit.form == "affine":
             layers = frozenset([name])
         scale = transform.sign * fit.scale
-        before = AffineMap(scale, fit.shift, 1, layers, is_norm=True)
+        before = AffineMap(
+            scale,
+            fit.shift,
+            1,
+            layers,
+            is_norm=True,
+        )
         x: Any = node.args[0]
         for part in (before, *fit.parts):
             x = graph.insert(node, x, part)
@@ -99,7 +105,13 @@ def _batch_norm(graph: FoldingGraph, norm: Node) -> tuple[Any, AffineMap] | None
             return None
         constants.append(constant)
     mean, var, weight, bias = constants
-    constant_map = ChannelMap.of(mean, var, values["eps"], weight, bias)
+    constant_map = ChannelMap.of(
+        mean,
+        var,
+        values["eps"],
+        weight,
+        bias,
+    )
     scale, shift = constant_map.affine()
     layers = frozenset([layer_of(norm)])
     return values["input"], AffineMap(scale, shift, 1, layers, is_norm=True)
@@ -123,7 +135,12 @@ def _arithmetic(graph: FoldingGraph, node: Node) -> tuple[Any, AffineMap] | None
     scale, shift = _scale_and_shift(node.target, value.flatten().double())
     if not scale.isfinite().all():
         return None
-    return x, AffineMap(scale, shift, dim, frozenset([layer_of(node)]))
+    return x, AffineMap(
+        scale,
+        shift,
+        dim,
+        frozenset([layer_of(node)]),
+    )
 
 
 def _scale_and_shift(operator: Any, constant: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,16 +154,20 @@ def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
     """Return the dimension of channels, 1 or the last, along which alone a float32 constant extends
     in an operation on `x`; None if there is none.
     """
-    dtypes = {x.meta["val"].dtype, result.meta["val"].dtype, value.dtype}
-    shape = shape_of(x)
-    if dtypes != {torch.float32} or shape != shape_of(result):
+    if not _are_float32_and_alike(value, x, result):
         return None
-    last = len(shape) - 1
-    first_of_value = len(shape) - value.ndim
+    rank = len(shape_of(x))
+    first_of_value = rank - value.ndim
     dims = [dim for dim, size in enumerate(value.shape, first_of_value) if size != 1]
-    if dims in ([1], [last]):
+    if dims in ([1], [rank - 1]):
         return dims[0]
     return None
+
+
+def _are_float32_and_alike(value: Tensor, x: Node, result: Node) -> bool:
+    """Return whether all are float32, and the result has the shape of x."""
+    dtypes = {x.meta["val"].dtype, result.meta["val"].dtype, value.dtype}
+    return dtypes == {torch.float32} and shape_of(x) == shape_of(result)
 
 
 def merge_adjacent_maps(graph: FoldingGraph) -> None:
@@ -170,7 +191,8 @@ def fold_into_producers(graph: FoldingGraph) -> None:
         layer = graph.linear(producer)
         if layer is None or users_of(producer) != [node]:
             continue
-        if _fits(producer, affine, layer.weight.shape[:2]):
+        outputs = layer.weight.shape[:2]
+        if _fits(producer, affine, outputs):
             graph.set_linear(producer, layer.then(affine.scale, affine.shift))
             graph.replace(node, producer)
 
@@ -234,7 +256,15 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
             ones = torch.ones_like(affine.scale)
             shift = affine.shift / affine.scale
             graph.set_linear(consumer, layer.after(affine.scale, torch.zeros_like(shift)))
-            graph.set_module(node, AffineMap(ones, shift, affine.dim, affine.layers))
+            graph.set_module(
+                node,
+                AffineMap(
+                    ones,
+                    shift,
+                    affine.dim,
+                    affine.layers,
+                ),
+            )
 
 
 def lower_affine_maps(graph: FoldingGraph) -> None:

@@ -223,9 +223,13 @@ def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
         if node.op == "get_attr" and node not in written:
             values[node] = value_of(module, node)
         elif _is_pure(node) and values.keys() >= set(node.all_input_nodes):
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
+            values[node] = _call(node, values)
     return values
+
+
+def _call(node: Node, values: dict[Node, Any]) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_pure(node: Node) -> bool:

@@ -109,14 +109,17 @@ def _anonymize(model: onnx.ModelProto) -> None:
     for part in (model, graph, *graph.node, *graph.initializer, *values):
         part.doc_string = ""
         del part.metadata_props[:]
-    dims = graph.input[0].type.tensor_type.shape.dim
-    axes = {dim.dim_param: axis for dim, axis in zip(dims, _AXES, strict=False)}
-    # A fixed size has no name
-    axes.pop("", None)
+    axes = _names_of_axes(graph.input[0])
     for value in values:
         for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in axes:
-                dim.dim_param = axes[dim.dim_param]
+            if dim.dim_param:
+                dim.dim_param = axes.get(dim.dim_param, dim.dim_param)
+
+
+def _names_of_axes(image: onnx.ValueInfoProto) -> dict[str, str]:
+    """Return plain names for the dynamic dimensions of an input."""
+    dims = image.type.tensor_type.shape.dim
+    return {dim.dim_param: axis for dim, axis in zip(dims, _AXES, strict=False)}
 
 
 @contextmanager

@@ -105,14 +105,16 @@ class Transform:
 
     def _two_branches(self) -> Fit:
         form = forms.TwoBranch(self.lmbda, self.gamma, self.beta)
-        return Fit("two branches", 0, torch.ones_like(self.sign), 0 * self.sign, [form])
+        return Fit(
+            "two branches",
+            0,
+            torch.ones_like(self.sign),
+            0 * self.sign,
+            [form],
+        )
 
     def _one_branch(self, high: float) -> Fit:
-        is_logarithm = self.lmbda == 0
-        ratio = -self.beta / torch.where(self.gamma > 0, self.gamma, 1.0)
-        divisor = torch.where(is_logarithm, 1.0, self.lmbda)
-        # The root is log(1 + h0), where h0 is the zero of the function.
-        root = torch.where(is_logarithm, ratio, torch.log1p(self.lmbda * ratio) / divisor)
+        root = self._log_of_root()
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)
         scale = torch.where(is_live, self.gamma - self.lmbda * self.beta, 0.0)
@@ -132,6 +134,14 @@ class Transform:
         # Without an upper limit the scale may go into the layer that follows
         parts = [limits(1.0), OneBranch(self.lmbda, None, near_0)]
         return replace(fit, parts=parts, after=scale)
+
+    def _log_of_root(self) -> Tensor:
+        """Return log(1 + h0), where h0 is the zero of the function."""
+        is_logarithm = self.lmbda == 0
+        ratio = -self.beta / torch.where(self.gamma > 0, self.gamma, 1.0)
+        divisor = torch.where(is_logarithm, 1.0, self.lmbda)
+        root = torch.log1p(self.lmbda * ratio) / divisor
+        return torch.where(is_logarithm, ratio, root)
 
 
 def _upper_limit(node: Node) -> float | None:

@@ -134,14 +134,20 @@ def _operators_that_take(graph: onnx.GraphProto) -> dict[str, set[str]]:
 def _polynomial_steps(graph: onnx.GraphProto) -> set[str]:
     """Return the outputs of depthwise convolutions of size 1."""
     sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
-    convolutions = [node for node in graph.node if node.op_type == "Conv"]
     steps = set()
-    for node in convolutions:
-        attributes = {attribute.name: attribute.i for attribute in node.attribute}
-        groups = attributes.get("group", 1)
+    for node in graph.node:
+        groups = _groups_of(node)
         if groups > 1 and sizes.get(node.input[1]) == groups:
             steps.add(node.output[0])
     return steps
+
+
+def _groups_of(node: onnx.NodeProto) -> int:
+    """Return the groups of a convolution; 1 for other nodes."""
+    if node.op_type != "Conv":
+        return 1
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    return int(attributes.get("group", 1))
 
 
 def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -208,13 +208,10 @@ class Request:
         sizes = [1, 3, *[32] * (count // 32 + 1)]
         if self.batch is not None:
             sizes = [self.batch] * (count // self.batch)
+        ends = pairwise(accumulate(sizes, initial=0))
         device = device_of(self.network)
-        calls = []
-        for first, end in pairwise(accumulate(sizes, initial=0)):
-            if first < count:
-                batch = torch.stack(list(images[first:end]))
-                calls.append(Call((batch,)).to(device, torch.float32))
-        return calls
+        batches = [torch.stack(list(images[first:end])) for first, end in ends if first < count]
+        return [Call((batch,)).to(device, torch.float32) for batch in batches]
 
 
 def _shape_of_sample(call: Call) -> tuple[int, ...]:

@@ -23,16 +23,16 @@ def refuse_other_calls(module: fx.GraphModule, call: Call) -> None:
     What compiles or exports the module traces torch's own conditions instead.
     """
     leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
+    arguments: dict[str, Any] = {}
     nodes = module.graph.find_nodes(op="placeholder")
-    arguments = {
-        str(node.target): TensorArgument.of(node, leaf) if isinstance(leaf, Tensor) else leaf
-        for node, leaf in zip(nodes, leaves, strict=True)
-    }
+    for node, leaf in zip(nodes, leaves, strict=True):
+        is_tensor = isinstance(leaf, Tensor)
+        arguments[str(node.target)] = TensorArgument.of(node, leaf) if is_tensor else leaf
     signature = Signature(structure, list(arguments), list(call.kwargs))
     module.register_forward_pre_hook(signature, prepend=True, with_kwargs=True)
     if hasattr(module, GUARDS):
-        guards = Guards(getattr(module, GUARDS), arguments, call)
-        setattr(module, GUARDS, guards)
+        conditions = getattr(module, GUARDS)
+        setattr(module, GUARDS, Guards(conditions, arguments, call))
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,20 @@ class TensorArgument:
         device = network.device
         if value.device != device:
             raise self._refusal(device, value.device, f"move it with `.to('{device}')`")
-        is_float = self.dtype.is_floating_point
-        dtype = network.dtype if is_float else self.dtype
-        is_cast = is_float and torch.is_autocast_enabled(device.type)
-        if value.dtype != dtype and not is_cast:
-            raise self._refusal(dtype, value.dtype, f"convert it with `.to({dtype})`")
+        self._check_dtype(value, network)
         sizes = tuple(value.shape)
         if not self._takes(sizes):
             advice = self._advice(sizes, is_only_one)
             raise self._refusal(_product(self.sizes), _product(sizes), advice)
+
+    def _check_dtype(self, value: Tensor, network: Tensor) -> None:
+        dtype = self.dtype
+        if dtype.is_floating_point:
+            if torch.is_autocast_enabled(network.device.type):
+                return
+            dtype = network.dtype
+        if value.dtype != dtype:
+            raise self._refusal(dtype, value.dtype, f"convert it with `.to({dtype})`")
 
     def _takes(self, sizes: tuple[int, ...]) -> bool:
         if len(sizes) != len(self.sizes):
@@ -126,7 +131,11 @@ class Guards(nn.Module):
         # Moves with the network and has its precision, but is no buffer: a second capture would
         # ask its own guards for one.
         device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-        self.network = torch.empty(0, dtype=torch.float32, device=device)
+        self.network = torch.empty(
+            0,
+            dtype=torch.float32,
+            device=device,
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Guards":
         super()._apply(fn, recurse)

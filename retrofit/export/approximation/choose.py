@@ -144,14 +144,19 @@ def answers(
     instead: dict[Node, nn.Module] = {}
     for node, fit in (fits or {}).items():
         transform = Transform.of(module, node)
-        scale = transform.sign * fit.scale
-        norm = ConstantNorm(torch.zeros_like(fit.shift), scale, fit.shift)
-        instead[node] = nn.Sequential(norm, *fit.parts)
+        instead[node] = _form_of(fit, transform)
         if fit.has_activation and transform.relu is not None:
             instead[transform.relu] = nn.Identity()
     run = _Run(module, instead, observer)
     arguments = tree_leaves((call.args, dict(call.kwargs)))
     return list(tensors_of(run.run(*arguments)))
+
+
+def _form_of(fit: Fit, transform: Transform) -> nn.Module:
+    """Return a fit as a module that takes what the transform takes."""
+    scale = transform.sign * fit.scale
+    norm = ConstantNorm(torch.zeros_like(scale), scale, fit.shift)
+    return nn.Sequential(norm, *fit.parts)
 
 
 def _difference(
@@ -163,8 +168,7 @@ def _difference(
     """Return the largest difference of an output, as a share of its scale over all calls; stop
     beyond a limit.
     """
-    by_output = zip(*(answer for _, answer in expected), strict=True)
-    scales = [max(map(scale_of, tensors)) for tensors in by_output]
+    scales = _scales_of([tensors for _, tensors in expected])
     largest = 0.0
     for call, tensors in expected:
         gaps = map(largest_gap, tensors, answers(module, call, fits))
@@ -172,6 +176,12 @@ def _difference(
         if largest > limit:
             break
     return largest
+
+
+def _scales_of(calls: Sequence[list[Tensor]]) -> list[float]:
+    """Return the scale of each output over all calls."""
+    by_output = zip(*calls, strict=True)
+    return [max(map(scale_of, tensors)) for tensors in by_output]
 
 
 def _share(gap: float, scale: float) -> float:
@@ -202,12 +212,9 @@ def _options(
     options = {}
     for node, function in functions.items():
         fits = _fits_of_all_degrees(function)
-        probe = fits[1]
-        changed = answers(module, few, {node: probe})
-        harm = _squared_change(expected, changed) / max(probe.rms_error**2, 1e-30)
-        elements = math.prod(shape_of(node)[1:])
-        exact = Candidate(None, elements, 0.0)
-        options[node] = [*(_candidate(fit, elements, harm) for fit in fits), exact]
+        changed = answers(module, few, {node: fits[1]})
+        harm = _squared_change(expected, changed) / max(fits[1].rms_error ** 2, 1e-30)
+        options[node] = _candidates(fits, math.prod(shape_of(node)[1:]), harm)
     return options
 
 
@@ -217,10 +224,14 @@ def _fits_of_all_degrees(function: LayerFunction) -> list[Fit]:
     return [function.affine(), *(fitter.fit(degree) for degree in degrees)]
 
 
-def _candidate(fit: Fit, elements: int, harm: float) -> Candidate:
-    """Return a fit with its cost, and its error times the harm that a unit does to the output."""
-    cost = elements * _COST_OF_DEGREE * (fit.degree - 1)
-    return Candidate(fit, cost, harm * fit.rms_error**2)
+def _candidates(fits: Sequence[Fit], elements: int, harm: float) -> list[Candidate]:
+    """Return fits with their costs and errors, and the exact transform; a unit of error does `harm`
+    to the output.
+    """
+    costs = [elements * _COST_OF_DEGREE * (fit.degree - 1) for fit in fits]
+    errors = [harm * fit.rms_error**2 for fit in fits]
+    candidates = list(map(Candidate, fits, costs, errors))
+    return [*candidates, Candidate(None, elements, 0.0)]
 
 
 def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> float:

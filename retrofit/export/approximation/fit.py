@@ -72,14 +72,10 @@ class LayerFunction:
     def inverse(self, y: float, fallback: Tensor) -> Tensor:
         """Return h where the layer's output is y, (C,); `fallback` where it never is."""
         value = (y - self.beta) / self.gamma
-        size = value.abs()
-        sign = torch.where(value < 0, -1.0, 1.0).to(value)
-        exponent = 1 + sign * (self.lmbda - 1)
-        is_logarithm = exponent == 0
-        base = 1 + exponent * size
-        root = base.pow(1 / torch.where(is_logarithm, 1.0, exponent))
-        distance = torch.where(is_logarithm, size.expm1(), root - 1)
-        h = torch.where(base > 0, sign * distance, torch.nan)
+        exponent = torch.where(value < 0, 2 - self.lmbda, self.lmbda)
+        base = 1 + exponent * value.abs()
+        power = (base.pow(1 / exponent) - 1).where(exponent != 0, value.abs().expm1())
+        h = power.copysign(value).where(base > 0, torch.nan)
         return torch.where(h.isfinite(), h, fallback)
 
     def affine(self) -> Fit:
@@ -91,7 +87,15 @@ class LayerFunction:
         centred = self.h - centre[:, None]
         power = centred.square() @ weight
         slope = torch.where(power > 0, (centred * value) @ weight / power, 0.0)
-        return self.measured(Fit("affine", 1, slope, mean - slope * centre, []))
+        return self.measured(
+            Fit(
+                "affine",
+                1,
+                slope,
+                mean - slope * centre,
+                [],
+            )
+        )
 
     def measured(self, fit: Fit) -> Fit:
         """Return a fit with its errors."""
@@ -100,7 +104,11 @@ class LayerFunction:
             values = self.limited(values)
         error = (values - self.values) / self.scale
         largest = float(error[:, : self.data.seen].abs().max())
-        return replace(fit, max_error=largest, rms_error=self._rms(error))
+        return replace(
+            fit,
+            max_error=largest,
+            rms_error=self._rms(error),
+        )
 
     def _rms(self, values: Tensor) -> float:
         return float((values.square() @ self.weight).mean().sqrt())
@@ -135,13 +143,17 @@ class PolynomialFitter:
         tangents = ends - values / function.slope(ends)
         is_above = values[:, 0] > 0
         is_below = values[:, 1] < 0
-        within = function.inverse(0.0, function.low)
-        root = torch.where(is_above, tangents[:, 0], within)
+        root = function.inverse(0.0, function.low)
+        root = torch.where(is_above, tangents[:, 0], root)
         if function.high is None:
             return torch.where(is_below, tangents[:, 1], root)
         root = torch.where(is_below, function.top, root)
-        room = _ROOM * (function.top - function.low).clamp_min(1.0)
-        return root.maximum(function.low - room)
+        return root.maximum(self._lowest_root())
+
+    def _lowest_root(self) -> Tensor:
+        """Return where a root is moved that lies far below what a ReLU lets through."""
+        reach = (self.function.top - self.function.low).clamp_min(1.0)
+        return self.function.low - _ROOM * reach
 
     def _reach(self, root: Tensor) -> Tensor:
         """Return how far from the root the function is fitted; 0 for a channel that is constant."""
@@ -151,10 +163,10 @@ class PolynomialFitter:
             reach = torch.maximum(reach, root - function.low)
         # Beyond its upper limit nothing rises
         elif function.high < INF:
-            limit = function.inverse(function.high, root + reach)
+            limit = function.inverse(function.high, function.top)
             reach = torch.minimum(reach, limit - root)
         is_live = (reach > 0) & root.isfinite() & (function.gamma > 0)
-        return torch.where(is_live, reach, 0.0)
+        return reach.where(is_live, 0.0)
 
     def fit(self, degree: int) -> Fit:
         """Fit by least squares on the data. Each channel is limited to as much of its range as
@@ -184,7 +196,11 @@ class PolynomialFitter:
         # Dead channels have no data at all
         trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
         ridge = (1e-12 * trace + 1e-30)[..., None, None]
-        identity = torch.eye(degree, dtype=gram.dtype, device=gram.device)
+        identity = torch.eye(
+            degree,
+            dtype=gram.dtype,
+            device=gram.device,
+        )
         products = self.products[..., :degree, None]
         coefficients: Tensor = torch.linalg.solve(gram + ridge * identity, products)
         return coefficients.squeeze(-1)
@@ -193,14 +209,17 @@ class PolynomialFitter:
         """Return the means of p, p^2, ..., (C, K), and of their products with the function's
         values.
         """
-        function = self.function
+        weight = self.function.weight
+        p = self._limited_input(scale, shift)
+        power = p
         powers = []
         products = []
-        p = torch.addcmul(shift[:, None], function.h, scale[:, None]).clamp(self.limit, 1.0)
-        power = p
-        for k in range(2 * MAX_DEGREE):
-            powers.append(power @ function.weight)
-            if k < MAX_DEGREE:
-                products.append((power * function.values) @ function.weight)
+        for _ in range(2 * MAX_DEGREE):
+            powers.append(power @ weight)
+            products.append((power * self.function.values) @ weight)
             power = power * p
         return torch.stack(powers, 1), torch.stack(products, 1)
+
+    def _limited_input(self, scale: Tensor, shift: Tensor) -> Tensor:
+        h = torch.addcmul(shift[:, None], self.function.h, scale[:, None])
+        return h.clamp(self.limit, 1.0)

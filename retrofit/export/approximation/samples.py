@@ -43,7 +43,14 @@ def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSampl
     far it may be.
     """
     few = min(few, h.shape[1])
-    ranks = (torch.arange(_TAIL, dtype=h.dtype, device=h.device) + 0.5) / _TAIL
+    ranks = (
+        torch.arange(
+            _TAIL,
+            dtype=h.dtype,
+            device=h.device,
+        )
+        + 0.5
+    ) / _TAIL
     excess = -_HEAVY * torch.log1p(-ranks)
     above = _beyond(h, few, excess)
     below = -_beyond(-h, few, excess)
@@ -66,10 +73,22 @@ def gaussian(channels: int, device: torch.device | None = None) -> WeightedSampl
     """Return what running statistics alone say of standardized values: the quantiles of a standard
     normal.
     """
-    ranks = torch.arange(_QUANTILES, dtype=torch.float64, device=device or "cpu") + 0.5
+    ranks = (
+        torch.arange(
+            _QUANTILES,
+            dtype=torch.float64,
+            device=device or "cpu",
+        )
+        + 0.5
+    )
     ranks = ranks / _QUANTILES
     h = torch.special.ndtri(ranks).expand(channels, -1)
-    return with_tails(h, torch.full_like(ranks, 1 / _QUANTILES), _IMAGINED, _EXTREMES)
+    return with_tails(
+        h,
+        torch.full_like(ranks, 1 / _QUANTILES),
+        _IMAGINED,
+        _EXTREMES,
+    )
 
 
 class Observer:
@@ -85,7 +104,12 @@ class Observer:
         share = max(1, _SAMPLES * len(values) // self._images)
         values = values.movedim(1, 0).flatten(1)
         count = values.shape[1]
-        places = torch.randint(count, (share,), generator=self._generator, device="cpu")
+        places = torch.randint(
+            count,
+            (share,),
+            generator=self._generator,
+            device="cpu",
+        )
         chosen = values[:, places.to(values.device)]
         few = min(_EXTREMES, count)
         largest = values.topk(few, 1).values
@@ -101,9 +125,8 @@ class Observer:
             return gaussian(channels, device)
         samples, extremes, counts = zip(*self._parts[node], strict=True)
         total = sum(counts)
-        h = torch.cat([*samples, *extremes], 1).double()
-        weight = h.new_full((h.shape[1],), 1 / total)
-        sampled = sum(sample.shape[1] for sample in samples)
-        weight[:sampled] = 1 / sampled
-        few = extremes[0].shape[1] // 2
-        return with_tails(h, weight, total, few)
+        sampled = torch.cat(samples, 1)
+        h = torch.cat([sampled, *extremes], 1).double()
+        weight = torch.full_like(h[0], 1 / total)
+        weight[: sampled.shape[1]] = 1 / sampled.shape[1]
+        return with_tails(h, weight, total, extremes[0].shape[1] // 2)
