@@ -113,7 +113,11 @@ class Order:
 
     def __iter__(self) -> Iterator[list[Key]]:
         generator = torch.Generator().manual_seed(_hash(self.seed, self.epoch))
-        order = torch.randperm(self.count, generator=generator, device="cpu").tolist()
+        order = torch.randperm(
+            self.count,
+            generator=generator,
+            device="cpu",
+        ).tolist()
         for batch in range(self.start, len(self)):
             first = (batch * self.world + self.rank) * self.batch_size
             yield [(self.epoch, number) for number in order[first : first + self.batch_size]]
@@ -152,7 +156,13 @@ class Batches:
                 f"{len(images)} images to train on are too few for {world} processes; give more"
             )
         augmented = Augmented(images, training_transform(recipe, preprocess), recipe.seed)
-        self._order = Order(len(images), batch_size, rank, world, recipe.seed)
+        self._order = Order(
+            len(images),
+            batch_size,
+            rank,
+            world,
+            recipe.seed,
+        )
         self._host = _HostBatches(augmented, self._order, recipe, device)
         # It copies a batch to the device, and normalizes it there, while the one before is used.
         self._loader = PrefetchLoader(

@@ -82,7 +82,7 @@ class PreparedRun:
         self._set_up_data(images, target_network)
         self.position = Position(self.epoch_steps * recipe.epochs)
         untrained = network.weights["kind"] == "random"
-        self.chance = ChanceWatch(recipe, self.position.steps, classes, untrained)
+        self.chance = ChanceWatch(recipe, classes, untrained)
         self._set_up_training()
 
     def _set_up_data(self, images: Images, labelling: nn.Module | None) -> None:
@@ -91,7 +91,12 @@ class PreparedRun:
         preprocess = self.network.preprocess
         rank = self.accelerator.process_index
         processes = self.accelerator.num_processes
-        self.val = validation_share(images.val, preprocess, labelling, self.accelerator)
+        self.val = validation_share(
+            images.val,
+            preprocess,
+            labelling,
+            self.accelerator,
+        )
         as_validated = create_transform(**preprocess.to_dict())
         self.plain_images = Part(images.train.images, transform=as_validated)
         self.batches = Batches(
@@ -114,7 +119,12 @@ class PreparedRun:
         recipe = self.recipe
         accelerator = self.accelerator
         batches = self.position.steps * recipe.grad_accum_steps
-        prepare.adjust_layers(self.model, recipe, batches, self.callback.note)
+        prepare.adjust_layers(
+            self.model,
+            recipe,
+            batches,
+            self.callback.note,
+        )
         # Their statistics are as frozen as their weights.
         self.frozen_norms: list[nn.Module] = []
         if recipe.freeze == "all-but-norm":
@@ -133,7 +143,12 @@ class PreparedRun:
         optimizer = build_optimizer(self.model, recipe)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
-        self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
+        self.gate = StepGate(
+            accelerator,
+            self.model,
+            optimizer,
+            recipe.clip_grad,
+        )
         accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
 
     def _strength_schedule(self) -> StrengthSchedule | None:

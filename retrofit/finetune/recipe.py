@@ -256,7 +256,11 @@ class Recipe(BaseModel):
 
     def save(self, path: Path) -> None:
         """Write the recipe so that `--recipe` reads it back."""
-        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
+        text = yaml.safe_dump(
+            self.model_dump(mode="json"),
+            sort_keys=False,
+            width=120,
+        )
         with atomic_write(path, force=True) as temporary:
             temporary.write_text(text)
 
@@ -271,5 +275,13 @@ PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})
 def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
     if value.lower() in known:
         return []
-    close = difflib.get_close_matches(value.lower(), known, n=3, cutoff=0.4) or sorted(known)[:5]
+    close = (
+        difflib.get_close_matches(
+            value.lower(),
+            known,
+            n=3,
+            cutoff=0.4,
+        )
+        or sorted(known)[:5]
+    )
     return [f"{setting} {shown(value)} is unknown to timm (did you mean {' or '.join(close)}?)"]

@@ -74,7 +74,14 @@ def finetune(
         state = None
         if resume:
             state = run_state.load_state(folder)
-        run = Run(network, recipe, folder, accelerator, callback, state)
+        run = Run(
+            network,
+            recipe,
+            folder,
+            accelerator,
+            callback,
+            state,
+        )
         if state is None:
             run.begin()
         else:
@@ -98,7 +105,12 @@ class Run(PreparedRun):
             self.recipe.save(self.folder / run_state.RECIPE)
             # Its saving proves that the network can be built again.
             start = self.folder / run_state.START
-            self._write_artifact(self.model, start, self.network.weights, proved=False)
+            self._write_artifact(
+                self.model,
+                start,
+                self.network.weights,
+                proved=False,
+            )
         self.callback.started(self.folder)
         random_seed(self.recipe.seed, self.accelerator.process_index)
         self.checkpoint()
@@ -252,7 +264,12 @@ class Run(PreparedRun):
     def _judge(self, verdict: Verdict) -> None:
         step, images = verdict.step
         if verdict.fault is not None:
-            raise self._diverged(verdict.what, step.step, verdict.images, verdict.fault)
+            raise self._diverged(
+                verdict.what,
+                step.step,
+                verdict.images,
+                verdict.fault,
+            )
         self.position.loss_sum = verdict.loss_sum
         step = replace(step, loss=verdict.loss_sum / images)
         self.callback.step(step)
@@ -267,7 +284,12 @@ class Run(PreparedRun):
         """
         # The other processes do not take part.
         with local_norms(self.model):
-            cause, advice = divergence_of(self.model, images, fault, self.recipe)
+            cause, advice = divergence_of(
+                self.model,
+                images,
+                fault,
+                self.recipe,
+            )
         good = run_state.load_state(self.folder)["position"]["step"]
         return RetrofitError(
             f"{part} is not finite at step {step} of {self.position.steps}: {cause}; "
@@ -322,13 +344,18 @@ class Run(PreparedRun):
         if self.val is None:
             return None
         preprocess = self.network.preprocess
-        accuracy = validate(self.validated, self.val, preprocess, self.recipe, self.accelerator)
+        accuracy = validate(
+            self.validated,
+            self.val,
+            preprocess,
+            self.recipe,
+            self.accelerator,
+        )
         self._list_unreadable(accuracy.skipped, "it is left out")
         return accuracy
 
     def _warn_of_chance(self, row: dict[str, Any], images: int) -> None:
-        few = self.plain_images.batches(_FEW, _FEW)
-        warning = self.chance.warning(row, images, self.validated, few)
+        warning = self.chance.warning(row, images)
         if warning is not None:
             self.callback.note(warning)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import ModelCardData
+from jinja2 import Environment, PackageLoader
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
@@ -20,10 +21,6 @@ from retrofit.record import ModelSource, unwrapped
 from retrofit.utils.text import printable
 
 CARD = "README.md"
-_PATENT = (
-    "Training with proxy normalization is described in US patent 12430552 (Graphcore, 2025). If "
-    "you use it commercially, check whether that concerns you."
-)
 
 
 def save_for_hub(
@@ -126,7 +123,12 @@ def _write_config(model: nn.Module, manifest: Mapping[str, Any], path: Path) -> 
     to = manifest["conversion"]["to"]
     ours = {"library_name": LIBRARY, "pretrained_cfg": manifest["preprocess"]}
     if source.library == "timm" and not to:
-        save_config_for_hf(unwrapped(model), str(path), ours, source.kwargs)
+        save_config_for_hf(
+            unwrapped(model),
+            str(path),
+            ours,
+            source.kwargs,
+        )
         return
     # timm reads a name up to its first dot.
     network = f"{to} of {source}" if to else f"network {source}"
@@ -140,73 +142,25 @@ def _model_card(
     manifest: Mapping[str, Any], license: str | None, details: Mapping[str, str]
 ) -> str:
     """Return the card of an artifact, from what `read_manifest` returns."""
-    model = manifest["model"]
+    library = manifest["model"]["library"]
     to = manifest["conversion"]["to"]
-    name = printable(model["name"], 100)
-    tags = ["retrofit", model["library"]]
-    title = "not converted"
-    if to:
-        tags.insert(1, to)
-        title = f"converted to {to}"
-    terms = license or "none is given: that of the base model's weights counts"
-    versions = manifest["versions"].items()
-    made_with = ", ".join(f"{key} {printable(value, 40)}" for key, value in versions)
-    lines = [
-        "---",
-        ModelCardData(license=license, library_name="retrofit", tags=tags).to_yaml(),
-        "---",
-        "",
-        f"# {name}, {title}",
-        "",
-        *(f"- {key}: {value}" for key, value in _facts(manifest).items()),
-        *(f"- {printable(key, 60)}: {printable(value, 500)}" for key, value in details.items()),
-        f"- License: {terms}",
-        f"- Made with: {made_with}",
-    ]
-    if any(str(step["to"]).endswith("-pn") for step in manifest["conversion"]["steps"]):
-        lines += ["", _PATENT]
-    into = ""
-    if model["library"] == "own":
-        into = ", into=network"
-    lines += [
-        "",
-        "```python",
-        "import retrofit",
-        f'model = retrofit.load("hf-hub:OWNER/NAME"{into})',
-        "```",
-        "",
-    ]
-    if model["library"] == "timm" and not to:
-        lines.append("timm opens it too.")
-    else:
-        lines.append("timm alone does not open it, and says so.")
-    return "\n".join(lines) + "\n"
-
-
-def _facts(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a manifest says of its network, by heading."""
-    model = manifest["model"]
-    weights = manifest["weights"]
-    images = manifest["preprocess"]
-    facts = {"Base model": f"{model['library']} {printable(model['name'], 100)}"}
-    if to := manifest["conversion"]["to"]:
-        statuses = [row["status"] for row in manifest["layers"]]
-        converted = f"{statuses.count('converted')} of {len(statuses)}"
-        facts["Target"] = to
-        facts["Strength"] = _strength(manifest["strength"])
-        facts["Layers"] = f"{converted} normalization layers are converted"
-    origin = ""
-    if weights.get("from") is not None:
-        origin = f": {weights['from']}"
-    facts["Weights before"] = printable(weights["kind"], 40) + origin
-    size = " x ".join(str(side) for side in images["input_size"])
-    facts["Images"] = (
-        f"{size}, mean {images['mean']}, std {images['std']}, {images['interpolation']}"
+    tags = ["retrofit", *([to] if to else []), library]
+    environment = Environment(
+        loader=PackageLoader("retrofit", "networks"),
+        trim_blocks=True,
+        finalize=lambda value: printable(value, 500),
     )
-    return facts
-
-
-def _strength(strength: float | None) -> str:
-    if strength is None:
-        return "differs by layer"
-    return f"{strength:g} (0: the base model, 1: the target)"
+    steps = manifest["conversion"]["steps"]
+    statuses = [row["status"] for row in manifest["layers"]]
+    card = environment.get_template("model_card.md").render(
+        manifest=manifest,
+        to=to,
+        converted=statuses.count("converted"),
+        layers=len(statuses),
+        details=details,
+        license=license,
+        is_proxy=any(str(step["to"]).endswith("-pn") for step in steps),
+        timm_opens=library == "timm" and not to,
+    )
+    head = ModelCardData(license=license, library_name="retrofit", tags=tags).to_yaml()
+    return f"---\n{head}\n---\n\n{card}\n"

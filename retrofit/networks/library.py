@@ -117,7 +117,12 @@ def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> U
             f"{text} is no network's name; give an artifact (*.safetensors) or the name of a "
             "network"
         )
-    close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
+    close = difflib.get_close_matches(
+        sought.lower(),
+        names,
+        n=5,
+        cutoff=cutoff,
+    )
     close.sort(key=lambda name: not name.startswith(sought.lower()))
     forms = (
         "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or "
@@ -225,7 +230,11 @@ def _built(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSourc
         return own_networks.build(source.name, source.kwargs), source
     if source.library == "torchvision":
         return torchvision_networks.build(source, pretrained)
-    model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
+    model = timm.create_model(
+        source.name,
+        pretrained=pretrained,
+        **source.kwargs,
+    )
     if ":" in source.name:
         # So that the hub or the folder is not needed again.
         source = timm_source(model) or source
