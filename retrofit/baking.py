@@ -165,8 +165,21 @@ def bake(
         reason = ""
         if not is_baked:
             reason = trial.reasons.get(name, "costs too much")
-        layers.append(BakedLayer(name, best.errors.get(name), is_baked, reason))
-    return model, BakeReport(tuple(layers), tuple(stages), chosen, tolerance, trial.images)
+        layers.append(
+            BakedLayer(
+                name,
+                best.errors.get(name),
+                is_baked,
+                reason,
+            )
+        )
+    return model, BakeReport(
+        tuple(layers),
+        tuple(stages),
+        chosen,
+        tolerance,
+        trial.images,
+    )
 
 
 def _samples(model: nn.Module, images: Iterable[Any] | None, inputs: Inputs | None) -> Call:

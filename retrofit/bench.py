@@ -127,12 +127,27 @@ def measure(
                 for name, (network, size) in networks.items()
             }
             memory = {name: _peak_of(step, setting.device) for name, step in steps.items()}
-            times = _in_turns(steps, turns, total, setting.device, progress)
+            times = _in_turns(
+                steps,
+                turns,
+                total,
+                setting.device,
+                progress,
+            )
         for name, (seconds, time_ratio) in times.items():
             memory_ratio = None
             if name != reference:
                 memory_ratio = memory[name] / max(memory[reference], 1)
-            costs.append(Cost(name, mode, seconds, memory[name], time_ratio, memory_ratio))
+            costs.append(
+                Cost(
+                    name,
+                    mode,
+                    seconds,
+                    memory[name],
+                    time_ratio,
+                    memory_ratio,
+                )
+            )
     return costs
 
 
@@ -175,7 +190,13 @@ def measure_files(
             for _ in range(_WARM):
                 step()
         turns = range(1, rounds + 1)
-        times = _in_turns(steps, turns, rounds, torch.device("cpu"), progress)
+        times = _in_turns(
+            steps,
+            turns,
+            rounds,
+            torch.device("cpu"),
+            progress,
+        )
     return [
         FileCost(name, seconds, files[name].stat().st_size, ratio)
         for name, (seconds, ratio) in times.items()
@@ -192,7 +213,13 @@ def _file_step(path: Path, runtime: Runtime, batch_size: int, threads: int | Non
             f"{path} does not say which images it takes; write it by `retrofit export`"
         ) from None
     pixels = np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
-    run = open_onnx(path, runtime, shape=pixels.shape, threads=threads, advice="export it again")
+    run = open_onnx(
+        path,
+        runtime,
+        shape=pixels.shape,
+        threads=threads,
+        advice="export it again",
+    )
     return partial(run, pixels)
 
 
@@ -238,7 +265,12 @@ def _step(
     model.train(mode == "train")
     shape = (setting.batch_size, *size)
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    pixels = torch.randn(
+        shape,
+        generator=generator,
+        dtype=torch.float32,
+        device="cpu",
+    )
     pixels = pixels.to(setting.device).contiguous(memory_format=layout)
     run: Callable[[Tensor], Any] = model
     if setting.compile:
@@ -249,7 +281,11 @@ def _step(
         raise RetrofitError(
             f"{name} gives no class scores to train on; measure it with `modes=('eval',)`"
         )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=1e-4,
+        momentum=0.9,
+    )
     return partial(_train, run, pixels, setting, optimizer)
 
 

@@ -164,7 +164,12 @@ def _some_elements(output: Tensor) -> Tensor:
     if len(flat) <= _SAMPLES:
         return flat
     generator = torch.Generator().manual_seed(0)
-    places = torch.randint(len(flat), (_SAMPLES,), generator=generator, device="cpu")
+    places = torch.randint(
+        len(flat),
+        (_SAMPLES,),
+        generator=generator,
+        device="cpu",
+    )
     return flat[places.to(flat.device)]
 
 
@@ -325,7 +330,12 @@ class Reference:
     def _top1_agreement(self, outputs: _Outputs) -> float | None:
         """Return the share of the samples with the same highest score; None if none has scores."""
         same: list[Tensor] = []
-        for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True):
+        for part, ours, theirs in zip(
+            self.parts,
+            self._outputs,
+            outputs,
+            strict=True,
+        ):
             shapes = [tensor.shape for tensor in theirs]
             if _is_scores(part, ours) and shapes == [ours[0].shape]:
                 same.append(ours[0].argmax(1) == theirs[0].argmax(1))
@@ -335,7 +345,12 @@ class Reference:
 
     def _compare_outputs(self, outputs: _Outputs, zero: float) -> Comparison:
         pairs: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
-        for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True):
+        for part, ours, theirs in zip(
+            self.parts,
+            self._outputs,
+            outputs,
+            strict=True,
+        ):
             if len(ours) != len(theirs):
                 return Comparison(math.inf, 0.0, self.tolerance)
             for number, pair in enumerate(zip(ours, theirs, strict=True)):
@@ -348,9 +363,18 @@ class Reference:
         """
         ours = self._layers[name]
         if len(kept) < len(ours):
-            return Comparison(math.inf, 0.0, self.tolerance, where=name)
+            return Comparison(
+                math.inf,
+                0.0,
+                self.tolerance,
+                where=name,
+            )
         results = (self._result([(a, b)], name) for (_, a), (_, b) in zip(ours, kept, strict=False))
-        return max(results, key=_BY_SHARE, default=Comparison(tolerance=self.tolerance, where=name))
+        return max(
+            results,
+            key=_BY_SHARE,
+            default=Comparison(tolerance=self.tolerance, where=name),
+        )
 
     def _result(
         self, pairs: list[tuple[Tensor, Tensor]], where: str = "", zero: float = 0.0
@@ -361,7 +385,13 @@ class Reference:
         if max(gap, scale) <= zero:
             gap = scale = 0.0
         compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
-        return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
+        return Comparison(
+            gap,
+            scale,
+            self.tolerance,
+            where=where,
+            compared=compared,
+        )
 
 
 def _kept(value: Tensor) -> Tensor:

@@ -180,7 +180,15 @@ def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
             raise _TookListError
 
     device, dtype = placement_of(model)
-    images = [torch.zeros(channels, *sides, device=device, dtype=dtype) for sides in _SIDES]
+    images = [
+        torch.zeros(
+            channels,
+            *sides,
+            device=device,
+            dtype=dtype,
+        )
+        for sides in _SIDES
+    ]
     layers = [module for module in model.modules() if module._parameters]
     try:
         with undisturbed(model), hooked(layer.register_forward_pre_hook(stop) for layer in layers):
@@ -241,7 +249,12 @@ def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bo
     device, dtype = placement_of(model)
     tensors = []
     for shape in shapes:
-        sample = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        sample = torch.randn(
+            shape,
+            generator=generator,
+            dtype=torch.float32,
+            device="cpu",
+        )
         tensors.append(sample.to(device, dtype))
     if listed:
         return Call((tensors,))

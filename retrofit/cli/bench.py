@@ -39,8 +39,18 @@ if TYPE_CHECKING:
 @options.model
 @options.against("Reference to measure against (default: an artifact's source network).")
 @options.runtime
-@options.option("--mode", "What to measure.", ("both", "eval", "train"), default="both")
-@options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=16)
+@options.option(
+    "--mode",
+    "What to measure.",
+    ("both", "eval", "train"),
+    default="both",
+)
+@options.option(
+    "-b --batch-size",
+    "Images per batch.",
+    click.IntRange(2),
+    default=16,
+)
 @options.option(
     "--rounds", "Number of times each network is timed.", click.IntRange(3, 10_000), default=15
 )
@@ -93,7 +103,11 @@ def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]
     modes = MODES
     if arguments["mode"] != "both":
         modes = (arguments["mode"],)
-    setting = Setting(**taken(dict(arguments), Setting), device=device, amp=amp)
+    setting = Setting(
+        **taken(dict(arguments), Setting),
+        device=device,
+        amp=amp,
+    )
     measured = {name: (network.model, sizes[name]) for name, network in networks.items()}
     with progress_bar("measuring") as move:
         costs = measure(measured, setting, modes, move)

@@ -112,7 +112,11 @@ def stderr() -> Console:
 
 def say(text: str, style: str | None = None) -> None:
     """Write one line to stderr, never broken into several."""
-    stderr().print(printable(in_flags(text)), style=style, soft_wrap=True)
+    stderr().print(
+        printable(in_flags(text)),
+        style=style,
+        soft_wrap=True,
+    )
 
 
 def warn(text: str) -> None:
@@ -249,7 +253,12 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
             description = text
             if part:
                 description = f"{text}: {part}"
-            bar.update(task, completed=done, total=total, description=description)
+            bar.update(
+                task,
+                completed=done,
+                total=total,
+                description=description,
+            )
             now = console.get_time()
             if shown or now - written < _EVERY:
                 return

@@ -25,8 +25,18 @@ from retrofit.cli.console import emit, progress_bar, say
 )
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes
 # as long as computing.
-@options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
-@options.option("--channels", "Channels per plot.", click.IntRange(1), default=20)
+@options.option(
+    "-b --batch-size",
+    "Images per batch.",
+    click.IntRange(2),
+    default=6,
+)
+@options.option(
+    "--channels",
+    "Channels per plot.",
+    click.IntRange(1),
+    default=20,
+)
 @options.device
 @options.option("--seed", "Random seed for channels, values and noise.", int, default=0)
 @options.option(
@@ -74,7 +84,12 @@ def command(
     diagnoses = {}
     for name, network in networks.items():
         data = open_data(network, dict(arguments))
-        batches = labelled_batches(network, data, arguments["images"], arguments["batch_size"])
+        batches = labelled_batches(
+            network,
+            data,
+            arguments["images"],
+            arguments["batch_size"],
+        )
         with progress_bar(f"measuring {name}") as move:
             diagnoses[name] = diagnose(
                 network.model.to(device),

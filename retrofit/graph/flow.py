@@ -376,7 +376,12 @@ class Flows:
     def _paths(self, module: nn.Module, training: bool) -> list[Tracer]:
         """Trace a module; where its parts have many branches, each of them is one step."""
         try:
-            return traced(module, training, self._leaves.__contains__, self._snapshot)
+            return traced(
+                module,
+                training,
+                self._leaves.__contains__,
+                self._snapshot,
+            )
         except BranchingPartsError as error:
             self._branching |= error.parts
             self._leaves |= error.parts

@@ -149,8 +149,20 @@ def _probe(module: nn.Module) -> nn.Module:
 def _is_elementwise(act: nn.Module) -> bool:
     """Whether a module is a nonlinear function of each value by itself, and keeps nothing."""
     random = torch.Generator("cpu").manual_seed(0)
-    x = 3 * torch.randn(2, 3, 4, 5, generator=random, dtype=torch.float64, device="cpu")
-    order = torch.randperm(x.numel(), generator=random, device="cpu")[:30]
+    x = 3 * torch.randn(
+        2,
+        3,
+        4,
+        5,
+        generator=random,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    order = torch.randperm(
+        x.numel(),
+        generator=random,
+        device="cpu",
+    )[:30]
     attributes = dict(vars(act))
     y = act(x.clone())
     if y.shape != x.shape:

@@ -194,7 +194,14 @@ class Tracer(fx.Tracer):
         """Create a node, and note where the code under trace makes the call of a module or an
         activation.
         """
-        node = super().create_node(kind, target, args, kwargs, *rest, **options)
+        node = super().create_node(
+            kind,
+            target,
+            args,
+            kwargs,
+            *rest,
+            **options,
+        )
         if kind == "call_module":
             target = self.root.get_submodule(target)
         elif kinds.function_module(node) is None:
@@ -215,7 +222,12 @@ class Tracer(fx.Tracer):
             return Place(owner, target, None, _assigned_name(caller))
         forward = nn.Sequential.forward
         if code is forward.__code__ and type(owner).forward is forward:
-            return Place(owner, target, code, self._entry(owner, target))
+            return Place(
+                owner,
+                target,
+                code,
+                self._entry(owner, target),
+            )
         # An instruction has two bytes.
         instruction = caller.f_lasti // 2
         _, line, _, column = next(islice(code.co_positions(), instruction, None))
@@ -244,7 +256,12 @@ class Tracer(fx.Tracer):
                 value = self.create_proxy("placeholder", parameter.name, (), {})
                 bound.arguments[parameter.name] = value
         if parameters and all(parameter.kind in VARIADIC for parameter in parameters):
-            value = self.create_proxy("placeholder", parameters[0].name, (), {})
+            value = self.create_proxy(
+                "placeholder",
+                parameters[0].name,
+                (),
+                {},
+            )
             if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
                 bound.arguments[parameters[0].name] = (value,)
 

@@ -113,13 +113,30 @@ class Converter(ABC):
                     problem = activation_problem(model, site)
                 rows.append(_activation_row(site, problem, target, settle))
         for activation in sites.unmatched:
-            rows.append(EditRow(activation.name, activation.type, "", "left", activation.reason))
+            rows.append(
+                EditRow(
+                    activation.name,
+                    activation.type,
+                    "",
+                    "left",
+                    activation.reason,
+                )
+            )
         # The reason why a part cannot be traced stands once, at its activations if it has any.
         known_reasons = {activation.reason for activation in sites.unmatched}
         for norm, why in sites.uncovered.items():
             if norm in converted and why not in known_reasons:
                 reason = f"what follows its norm is unknown: {why}"
-                rows.append(EditRow(f"after {norm}", "unknown", "", "left", reason, norm=norm))
+                rows.append(
+                    EditRow(
+                        f"after {norm}",
+                        "unknown",
+                        "",
+                        "left",
+                        reason,
+                        norm=norm,
+                    )
+                )
         return rows
 
 
@@ -139,7 +156,12 @@ def _activation_row(
     )
     if problem:
         return row
-    return replace(row, target=target, status="converted", options=settle(site))
+    return replace(
+        row,
+        target=target,
+        status="converted",
+        options=settle(site),
+    )
 
 
 def converter_for(to: str) -> Converter:

@@ -134,7 +134,13 @@ def execute(
     if converter.has_strength and device.type != "meta":
         strength = 0.0
     params_after = _count_parameters(model)
-    return model, Report(plan, params_before, params_after, strength, tuple(filter(None, notes)))
+    return model, Report(
+        plan,
+        params_before,
+        params_after,
+        strength,
+        tuple(filter(None, notes)),
+    )
 
 
 def _sites_by_place(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Site]:

@@ -128,7 +128,14 @@ class NormLayer:
         self, status: Status, reason: str = "", target: str | None = None, **options: Any
     ) -> LayerRow:
         """Return the row of a plan that says what becomes of the layer."""
-        return LayerRow(self.name, self.label, target, status, reason, options)
+        return LayerRow(
+            self.name,
+            self.label,
+            target,
+            status,
+            reason,
+            options,
+        )
 
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:
@@ -161,7 +168,12 @@ def _fitted_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
         return norm
     formula = proved_formula(norm.module, KNOWN, shapes)
     if isinstance(formula, Formula):
-        return replace(norm, kind=formula.kind, family=KNOWN[formula.kind], formula=formula)
+        return replace(
+            norm,
+            kind=formula.kind,
+            family=KNOWN[formula.kind],
+            formula=formula,
+        )
     reason = (
         f"it is {norm.known_class} on random inputs, but not on those of the shape that the "
         "network gives it"
@@ -190,17 +202,38 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     family = KNOWN.get(kind) or _likely_family(module)
     reason = _unsupported_class(module) or _why_not_as_its_class(module)
     if reason:
-        return NormLayer(name, module, kind, family, "unsupported", reason)
+        return NormLayer(
+            name,
+            module,
+            kind,
+            family,
+            "unsupported",
+            reason,
+        )
     if kind in KNOWN:
         return NormLayer(name, module, kind, family, "known")
     base = _base_of(module)
     formula = proved_formula(module, KNOWN)
     if isinstance(formula, Formula):
-        return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
+        return NormLayer(
+            name,
+            module,
+            formula.kind,
+            KNOWN[formula.kind],
+            "known",
+            formula=formula,
+        )
     reason = f"no converter knows {kind}"
     if base is not None:
         reason = f"derived from {base[0]}, and {formula}"
-    return NormLayer(name, module, kind, family, "unsupported", reason)
+    return NormLayer(
+        name,
+        module,
+        kind,
+        family,
+        "unsupported",
+        reason,
+    )
 
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var")

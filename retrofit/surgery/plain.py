@@ -173,7 +173,12 @@ def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
     assert affine is not None
     bias = feeder.bias
     transposed = isinstance(feeder, _ConvTransposeNd)
-    convolution = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed)
+    convolution = LinearMap.of(
+        feeder.weight,
+        bias,
+        getattr(feeder, "groups", 1),
+        transposed,
+    )
     moved = convolution.then(*affine)
     feeder.weight.copy_(moved.torch_weight())
     if bias is not None:
@@ -308,7 +313,13 @@ def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool
             if is_setup or function.__code__ == method:
                 continue
             for name, module in named:
-                if _uses(function.__code__, name, owner, module, calls=module is not conv):
+                if _uses(
+                    function.__code__,
+                    name,
+                    owner,
+                    module,
+                    calls=module is not conv,
+                ):
                     return True
     return False
 
@@ -335,7 +346,12 @@ def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls:
     shape (or calls it, with `calls`).
     """
     steps = list(instructions(code))
-    around = zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False)
+    around = zip(
+        [steps[0], *steps],
+        steps,
+        [*steps[1:], steps[-1]],
+        strict=False,
+    )
     for before, step, after in around:
         if (step.opname, step.argval) == ("LOAD_CONST", name):
             return True

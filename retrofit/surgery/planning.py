@@ -66,7 +66,12 @@ def plan(
     network = network_in(model)
     request = PlanRequest(to, only, skip, source, options)
     norms = list(find_norms(network))
-    return plan_and_sites(network, norms, functional_norms(network, norms), request)[0]
+    return plan_and_sites(
+        network,
+        norms,
+        functional_norms(network, norms),
+        request,
+    )[0]
 
 
 @dataclass(frozen=True)

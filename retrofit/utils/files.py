@@ -211,7 +211,13 @@ def temporary_folder(final: Path) -> Iterator[Path]:
     sweep(final.parent, final.name)
     with termination_unwinds():
         prefix = f".{final.name[:200]}."
-        folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=final.parent))
+        folder = Path(
+            tempfile.mkdtemp(
+                prefix=prefix,
+                suffix=".tmp",
+                dir=final.parent,
+            )
+        )
         try:
             acquire(folder / _LOCK)
             yield folder

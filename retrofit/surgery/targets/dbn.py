@@ -80,7 +80,11 @@ def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     finite.
     """
     finite = matrix.isfinite().all(-1).all(-1)[..., None]
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    identity = torch.eye(
+        matrix.shape[-1],
+        dtype=matrix.dtype,
+        device=matrix.device,
+    )
     values, vectors = torch.linalg.eigh(torch.where(finite[..., None], matrix, identity))
     resolved = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values[..., -1:]
     return vectors, torch.where(
@@ -161,7 +165,13 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         if not batch and self._is_batch_norm(x):
             assert self.running_mean is not None
             assert self.running_var is not None
-            constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
+            constants = of_one_type(
+                x,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+            )
             return functional.batch_norm(x, *constants, eps=self._eps)
         positions = x.numel() // x.shape[1]
         with torch.autocast(x.device.type, enabled=False):
@@ -190,7 +200,15 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         matrix = self._mixed(var, self._root(covariance))
         y, lmbda = self._transform(matrix @ centred, batch=True)
         if self.training and self.track_running_stats:
-            self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
+            self._track(
+                Statistics(
+                    mean,
+                    var,
+                    lmbda,
+                    rows.shape[-1],
+                ),
+                covariance,
+            )
         return y
 
     def _by_running_statistics(self, rows: Tensor) -> Tensor:
@@ -252,7 +270,13 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
     def _behind_whitening(self) -> ChannelMap:
         assert self.running_mean is not None
         zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
-        return ChannelMap.of(zeros, zeros + 1, 0.0, self.weight, self.bias)
+        return ChannelMap.of(
+            zeros,
+            zeros + 1,
+            0.0,
+            self.weight,
+            self.bias,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group_size={self.group_size}"
@@ -354,7 +378,13 @@ class DecorrelatedConverter(NormalityConverter):
         remark = ""
         if size != most:
             remark = f"whitened {size} channels at a time: {most} do not divide {channels} channels"
-        return layer.row("converted", remark, cls, **self.layer_options(options), group_size=size)
+        return layer.row(
+            "converted",
+            remark,
+            cls,
+            **self.layer_options(options),
+            group_size=size,
+        )
 
     def layer_options(self, options: ConversionOptions) -> dict[str, Any]:
         return {}

@@ -35,7 +35,12 @@ class EvoNormConverter(FusedConverter):
     def layer_options(
         self, layer: NormLayer, options: ConversionOptions
     ) -> tuple[dict[str, Any], str]:
-        groups, remark = group_count(layer.name, layer.layer.num_features, options, _GROUPS)
+        groups, remark = group_count(
+            layer.name,
+            layer.layer.num_features,
+            options,
+            _GROUPS,
+        )
         return {"groups": groups}, remark
 
     def migrated(self, new: Any, source: TrainedBatchNorm) -> dict[str, Tensor]:
@@ -44,7 +49,14 @@ class EvoNormConverter(FusedConverter):
             return {"weight": slope, "bias": source.beta - slope * source.mean}
         group_std = _group_std(source, new.groups, new.eps)
         std = group_std.repeat_interleave(len(slope) // new.groups)
-        ranks = torch.arange(_SAMPLES, dtype=torch.float64, device=slope.device) + 0.5
+        ranks = (
+            torch.arange(
+                _SAMPLES,
+                dtype=torch.float64,
+                device=slope.device,
+            )
+            + 0.5
+        )
         normal = torch.special.ndtri(ranks / _SAMPLES).unsqueeze(1)
         expected = silu(source.gamma * normal + source.beta).mean(0)
         inputs = source.mean + source.sigma * normal

@@ -49,7 +49,13 @@ class TrainedBatchNorm:
         beta = torch.zeros_like(mean)
         if layer.bias is not None:
             beta = layer.bias.double()
-        return cls(mean, var, (var + layer.eps).sqrt(), gamma, beta)
+        return cls(
+            mean,
+            var,
+            (var + layer.eps).sqrt(),
+            gamma,
+            beta,
+        )
 
     @property
     def slope(self) -> Tensor:
@@ -105,9 +111,23 @@ class FusedConverter(Converter):
                 continue
             activated = any(site.activation is not None for site in calls)
             settled, remark = self.layer_options(layer, options)
-            rows.append(layer.row("converted", remark, self.layer, apply_act=activated, **settled))
+            rows.append(
+                layer.row(
+                    "converted",
+                    remark,
+                    self.layer,
+                    apply_act=activated,
+                    **settled,
+                )
+            )
         converted = {row.name for row in rows if row.status == "converted"}
-        edits = self.plan_activations(model, sites, converted, self.layer, lambda _: {})
+        edits = self.plan_activations(
+            model,
+            sites,
+            converted,
+            self.layer,
+            lambda _: {},
+        )
         return rows, edits, sites
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
