@@ -67,19 +67,19 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
         except Exception:
             blank = Image.new(self._mode, (256, 256))
             return self.transform(blank), -1 - index
-        if self.target_transform is not None:
-            target = self.target_transform(target)
-        return self.transform(image), int(target)
+        return self.transform(image), self._mapped(target)
+
+    def _mapped(self, target: int) -> int:
+        if self.target_transform is None:
+            return int(target)
+        return int(self.target_transform(target))
 
     def _decoded(self, index: int) -> tuple[Image.Image, int]:
         file, target = self._reader[index][:2]
         with file, warnings.catch_warnings():
             # An image beyond Pillow's limit is an error, and listed; one beyond half of it is not.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = file
-            if not isinstance(file, Image.Image):
-                image = Image.open(file)
-            with image:
+            with file if isinstance(file, Image.Image) else Image.open(file) as image:
                 return _in_8_bits(image).convert(self._mode), target
 
     def unreadable(self, target: int) -> str:
@@ -114,14 +114,9 @@ def _digits(training: bool) -> list[tuple[Image.Image, int]]:
     images, targets = load_digits(return_X_y=True)
     numbers = np.arange(len(targets))
     train, val = train_test_split(numbers, test_size=0.2, random_state=0, stratify=targets)
-    rows = val
-    if training:
-        rows = train
-    pixels = (images[rows].reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-    return [
-        (Image.fromarray(image), int(target))
-        for image, target in zip(pixels, targets[rows], strict=True)
-    ]
+    rows = train if training else val
+    pixels = (images.reshape(-1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+    return [(Image.fromarray(pixels[row]), int(targets[row])) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -181,20 +176,23 @@ class ImageData:
         if self.names is None:
             return self
         if class_map is not None:
-            outputs = read_class_map(class_map)
-            lacking = [name for name in self.names if name not in outputs]
-            if lacking:
-                classes = plural(len(self.names), "class")
-                raise RetrofitError(
-                    f"{len(lacking)} of the data's {classes} are not in {class_map} "
-                    f"({shortlist(lacking)}); use the class map that names the data's folders"
-                )
-            in_order = sorted(outputs, key=outputs.__getitem__)
-            return self._with_outputs(outputs, "class map", tuple(in_order))
+            return self._mapped_by_file(class_map, self.names)
         if labels and set(self.names) <= set(labels):
             outputs = {name: list(labels).index(name) for name in self.names}
             return self._with_outputs(outputs, "labels", self.names)
         return self
+
+    def _mapped_by_file(self, class_map: FileName, names: tuple[str, ...]) -> "ImageData":
+        outputs = read_class_map(class_map)
+        lacking = [name for name in names if name not in outputs]
+        if lacking:
+            raise RetrofitError(
+                f"{len(lacking)} of the data's {plural(len(names), 'class')} are not in "
+                f"{class_map} ({shortlist(lacking)}); use the class map that names the data's "
+                "folders"
+            )
+        in_order = sorted(outputs, key=outputs.__getitem__)
+        return self._with_outputs(outputs, "class map", tuple(in_order))
 
     def _with_outputs(
         self, outputs: dict[str, int], matched: Matched, names: tuple[str, ...]
@@ -213,11 +211,8 @@ def _part_folder(data_dir: FileName, split: str) -> Path | None:
     """Return the sub-folder of a part, or the folder itself for "."; None if there is none."""
     if split == ".":
         return Path(data_dir)
-    names = [split]
-    for same_part in (_TRAIN_NAMES, TO_VALIDATE):
-        if split in same_part:
-            names += same_part
-    folders = [Path(data_dir) / name for name in names]
+    synonyms = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
+    folders = [Path(data_dir) / name for name in (split, *synonyms)]
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
@@ -268,8 +263,7 @@ def open_images(
         dataset: A dataset that timm names ("torch/cifar10", ...), or "digits".
         split: A part: of a folder a sub-folder, or "." for all of it; a folder without parts needs
             none.
-        class_map: A file with one class name a line, in the order of the model's outputs, or timm's
-            .pkl of a dict.
+        class_map: A file with one class name a line, in the order of the model's outputs.
         labels: The model's own class names, which stand in for a class map if every class of the
             data is among them.
         channels: Channels of the images, 3 or 1.
@@ -418,14 +412,13 @@ def sample_loader(
         lowest = min(targets)
         if lowest < 0:
             raise RetrofitError(f"cannot read {data.images.unreadable(lowest)}; remove it")
-        labels = None
-        if labelled:
-            labels = torch.tensor(targets, device="cpu")
+        labels = torch.tensor(targets, device="cpu") if labelled else None
         return torch.stack(pixels), labels
 
     data.images.transform = create_transform(**preprocess.to_dict())
-    count = min(images, len(data.images))
-    rows = [row * len(data.images) // count for row in range(count)]
+    total = len(data.images)
+    count = min(images, total)
+    rows = [row * total // count for row in range(count)]
     # A loader draws a number even without workers: not from the user's generator.
     generator = torch.Generator(torch.get_default_device())
     return DataLoader(

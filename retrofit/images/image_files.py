@@ -78,7 +78,7 @@ class ImageFiles:
             labels = [name.partition("/")[0] for name in self._names]
             self.classes = sorted(set(labels))
         else:
-            labels = [os.path.basename(os.path.dirname(name)) for name in self._names]
+            labels = [Path(name).parent.name for name in self._names]
             self.classes = sorted(set(labels), key=_natural)
         number = {name: index for index, name in enumerate(self.classes)}
         self._targets = [number[label] for label in labels]
@@ -116,13 +116,14 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
     first_paths: dict[tuple[int, int], Path] = {}
     for place, folders, files in os.walk(root, onerror=_refuse_unreadable, followlinks=True):
         folders.sort()
-        path = Path(os.path.relpath(place, root))
+        path = Path(place).relative_to(root)
         if len(path.parts) > _DEEPEST_FOLDER:
             raise RetrofitError(
                 f"{root} has more than {_DEEPEST_FOLDER} folders inside one another; {ADVICE}"
             )
         status = os.stat(place)
-        first = first_paths.setdefault((status.st_dev, status.st_ino), path)
+        identity = status.st_dev, status.st_ino
+        first = first_paths.setdefault(identity, path)
         if first in path.parents:
             folders.clear()
             continue

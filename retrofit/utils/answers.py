@@ -52,10 +52,9 @@ def largest_gap(ours: Tensor, theirs: Tensor) -> float:
         return math.inf
     a = _doubles(ours)
     b = _doubles(theirs)
-    gap = (a - b)[(a != b) & ~(a.isnan() & b.isnan())].abs()
-    if gap.numel():
-        return float(gap.nan_to_num(math.inf, math.inf).max())
-    return 0.0
+    alike = (a == b) | (a.isnan() & b.isnan())
+    gap = (a - b).abs().nan_to_num(math.inf, math.inf)
+    return float(gap.masked_fill(alike, 0.0).max()) if gap.numel() else 0.0
 
 
 def _doubles(tensor: Tensor) -> Tensor:

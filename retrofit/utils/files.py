@@ -148,10 +148,11 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
         raise RetrofitError(f"{path} is a folder or a device; name a file")
     if exists and not force:
         raise RetrofitError(f"{path} exists; pass `force=True` to replace it")
-    if not target.parent.is_dir():
-        raise RetrofitError(f"the folder {target.parent} does not exist; create it first")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise RetrofitError(f"the folder {target.parent} is read-only; choose another one")
+    folder = target.parent
+    if not folder.is_dir():
+        raise RetrofitError(f"the folder {folder} does not exist; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RetrofitError(f"the folder {folder} is read-only; choose another one")
     return target
 
 
@@ -234,9 +235,7 @@ def sweep(folder: Path, name: str | None = None) -> None:
     """
     if not folder.is_dir():
         return
-    target = ".+"
-    if name is not None:
-        target = re.escape(name[:200])
+    target = ".+" if name is None else re.escape(name[:200])
     pattern = re.compile(rf"\.({target})\.[a-z0-9_]{{8}}\.tmp")
     for path in list(folder.iterdir()):
         match = pattern.fullmatch(path.name)

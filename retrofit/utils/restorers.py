@@ -49,14 +49,16 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
 
 
 def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
-    kinds = [(t.dtype, t.device, t.layout) for t in (tensor, memory)]
-    if kinds[0] != kinds[1]:
-        return False
+    return _layout_of(tensor) == _layout_of(memory)
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a tensor's kind, and where its values lie if it is an ordinary one."""
+    kind = tensor.dtype, tensor.device, tensor.layout
     if tensor.layout != torch.strided or not hasattr(tensor, "shape"):
-        return True
-    if tensor.shape != memory.shape or tensor.stride() != memory.stride():
-        return False
-    return tensor.is_meta or tensor.data_ptr() == memory.data_ptr()
+        return kind
+    address = 0 if tensor.is_meta else tensor.data_ptr()
+    return *kind, tensor.shape, tensor.stride(), address
 
 
 def class_restorer(value: Any) -> Callable[[], None]:
@@ -198,10 +200,11 @@ def attributes_restorer(cls: type) -> Callable[[], None]:
     attributes = attributes_of(cls)
 
     def restore() -> None:
-        for name in attributes_of(cls).keys() - attributes.keys():
-            type.__delattr__(cls, name)
-        for name, value in attributes.items():
-            if vars(cls).get(name, ABSENT) is not value:
+        for name in attributes_of(cls).keys() | attributes.keys():
+            value = attributes.get(name, ABSENT)
+            if value is ABSENT:
+                type.__delattr__(cls, name)
+            elif vars(cls).get(name, ABSENT) is not value:
                 type.__setattr__(cls, name, value)
 
     return restore

@@ -132,19 +132,24 @@ def without_image_rows(
     Such are layers of transformers that take (tokens, images, channels), and a norm of parameters
     alone. A layer that is not called is not among them. `run` is the network, in evaluation.
     """
-    rows: list[dict[nn.Module, int]] = []
+    one = _rows_of_outputs(run, layers, image)
+    two = _rows_of_outputs(run, layers, torch.cat([image, image]))
+    return {layer for layer, rows in one.items() if two.get(layer) != 2 * rows}
+
+
+def _rows_of_outputs(
+    run: Callable[[Tensor], Any], layers: Collection[nn.Module], images: Tensor
+) -> dict[nn.Module, int]:
+    """Return the length of the output of each layer's first call."""
+    rows: dict[nn.Module, int] = {}
 
     def count(layer: nn.Module, _args: Any, out: Any) -> None:
         if isinstance(out, Tensor) and out.ndim:
-            rows[-1].setdefault(layer, len(out))
+            rows.setdefault(layer, len(out))
 
-    two_images = torch.cat([image, image])
     with hooked(layer.register_forward_hook(count) for layer in layers):
-        for images in (image, two_images):
-            rows.append({})
-            run(images)
-    of_one, of_two = rows
-    return {layer for layer, length in of_one.items() if of_two.get(layer) != 2 * length}
+        run(images)
+    return rows
 
 
 @contextmanager

@@ -71,22 +71,26 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, unwritten: Iterable[Tensor] = ()) -> None:
         self._unwritten = {id(tensor) for tensor in unwritten}
-        # What was looked at, by its `id`, which is unique while this holds it.
-        self._reached: dict[int, Any] = {}
         self._undo: list[Callable[[], Any]] = []
         # Of these there are thousands: all of a kind are compared at once.
         self._contents = {kind: Places(read) for kind, read in READERS.items()}
         self._attributes = Places(restorers.read_classes)
         self._variables = Places(restorers.read_globals)
         self._groups = [*self._contents.values(), self._attributes, self._variables]
-        homes = {_home(base) for module in model.modules() for base in type(module).__mro__}
-        self._packages = homes - _FOREIGN
+        self._packages = _packages_of(model) - _FOREIGN
         # Cached functions, and what puts another in the place of each.
         self._caches: list[tuple[Any, Callable[[Any], Any]]] = []
         # Names of globals that are remembered, by the `id` of their namespace.
         self._globals: dict[int, set[str]] = {}
+        # What was looked at, by its `id`, which is unique while this holds it.
+        self._reached: dict[int, Any] = {}
         # What remembers a value and returns what that holds, by the value's type.
         self._ways: dict[type, Callable[[Any], Iterable[Any]]] = {}
+        self._remember_all(model)
+        for group in self._groups:
+            group.remember()
+
+    def _remember_all(self, model: nn.Module) -> None:
         pending: list[Any] = [model]
         while pending:
             value = pending.pop()
@@ -97,8 +101,6 @@ class Snapshot:
             if cls not in self._ways:
                 self._ways[cls] = self._way_for(cls)
             pending += self._ways[cls](value)
-        for group in self._groups:
-            group.remember()
 
     def empty_caches(self) -> None:
         """Put an empty cache in place of each cached function, the same one in all its places."""
@@ -208,20 +210,23 @@ class Snapshot:
         put = functools.partial(type.__setattr__, cls, name)
         self._note_cache(attribute, put)
         if isinstance(attribute, staticmethod | classmethod):
-            wrap: Any = type(attribute)
-            self._note_cache(attribute.__func__, functools.partial(_put_wrapped, put, wrap))
+            self._note_wrapped(attribute.__func__, put, type(attribute))
         elif isinstance(attribute, property):
-            wrap = attribute.getter
-            self._note_cache(attribute.fget, functools.partial(_put_wrapped, put, wrap))
+            self._note_wrapped(attribute.fget, put, attribute.getter)
+
+    def _note_wrapped(
+        self, function: Any, put: Callable[[Any], Any], wrap: Callable[[Any], Any]
+    ) -> None:
+        self._note_cache(function, lambda other: put(wrap(other)))
 
     def _remember_function(self, function: FunctionType) -> Iterable[Any]:
         """Remember what a function keeps between its calls, and the globals that it names."""
         if _home(function) not in self._packages:
             return ()
-        held: list[Any] = [function.__defaults__, function.__kwdefaults__, vars(function)]
-        held.append(getattr(function, "__wrapped__", None))
-        names = _names_in(function.__code__)
         variables = function.__globals__
+        names = _names_in(function.__code__)
+        held = [function.__defaults__, function.__kwdefaults__, vars(function)]
+        held.append(getattr(function, "__wrapped__", None))
         for name in names & variables.keys():
             module = variables[name]
             if isinstance(module, ModuleType) and _home(module) in self._packages:
@@ -276,8 +281,10 @@ def _slots_of(cls: type) -> tuple[MemberDescriptorType, ...]:
     return tuple(value for value in values if isinstance(value, MemberDescriptorType))
 
 
-def _put_wrapped(put: Callable[[Any], Any], wrap: Callable[[Any], Any], function: Any) -> None:
-    put(wrap(function))
+def _packages_of(model: nn.Module) -> set[str]:
+    """The packages whose classes a network's modules are of, or derived from."""
+    classes = {type(module) for module in model.modules()}
+    return {_home(base) for cls in classes for base in cls.__mro__}
 
 
 def _home(value: Any) -> str:

@@ -21,13 +21,18 @@ def printable(text: object, limit: int | None = None) -> str:
     # The text may be megabytes long: escape only what is kept.
     if limit is not None and len(line) > 2 * limit:
         line = line[:limit] + line[-limit:]
-    line = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line
-    )
+    line = "".join(map(_escaped, line))
     if limit is None or len(line) <= limit:
         return line
     tail = (limit - 3) // 2
-    return f"{line[: limit - 3 - tail]}...{line[-tail:]}"
+    head = limit - 3 - tail
+    return f"{line[:head]}...{line[-tail:]}"
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def shown(value: object, limit: int = 64) -> str:
