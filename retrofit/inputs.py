@@ -59,6 +59,14 @@ class Call:
             leaf for leaf in tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)
         ]
 
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one sample; empty where a call takes something else than one tensor."""
+        arguments = [*self.args, *self.kwargs.values()]
+        if len(arguments) != 1 or not isinstance(arguments[0], Tensor):
+            return ()
+        return tuple(arguments[0].shape[1:])
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Call":
         """Return the call with its tensors on a device, floating-point numbers in a precision."""
         return self._mapped(
@@ -106,7 +114,7 @@ def example_calls(
             raise UsageError(
                 "`inputs` and `input_size` both say what the network is run on; leave one out"
             )
-        return [_call_with(inputs)]
+        return [call_with(inputs)]
     size = tuple(input_size or own_input_size(model))
     listed = len(size) == 3 and takes_image_list(model, size[0])
     refusals: list[Exception] = []
@@ -125,7 +133,8 @@ def example_calls(
     ) from refusals[0]
 
 
-def _call_with(inputs: Inputs) -> Call:
+def call_with(inputs: Inputs) -> Call:
+    """Return the call with a user's example inputs."""
     if isinstance(inputs, Mapping):
         return Call(kwargs=dict(inputs))
     if isinstance(inputs, Tensor):

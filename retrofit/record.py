@@ -148,14 +148,19 @@ def _are_numbers(values: Any) -> bool:
     return isinstance(values, tuple) and bool(values) and all(map(_is_number, values))
 
 
+def is_size_of_images(sizes: Sequence[Any]) -> bool:
+    """Whether sizes are a (C, H, W) or (N, C, H, W) that images may have."""
+    possible = all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes)
+    return len(sizes) in (3, 4) and possible
+
+
 def check_size(sizes: Sequence[Any]) -> None:
     """Check the size of images.
 
     Raises:
         UsageError: If it is no (C, H, W) or (N, C, H, W).
     """
-    possible = all(type(size) is int and 0 < size <= _LARGEST_SIDE for size in sizes)
-    if len(sizes) not in (3, 4) or not possible:
+    if not is_size_of_images(sizes):
         raise UsageError(f"no images have size {shown(sizes)}; mend the preprocessing")
 
 
@@ -173,7 +178,7 @@ class Record:
         labels: Of its outputs; ImageNet's are WordNet ids ("n01440764").
         plans: The conversions that it went through, in order (`retrofit.surgery.Plan`).
         input_size: The shape of one sample, (C, H, W) for images, that its user last converted it
-            with.
+            with, as `input_size` or as `inputs` of one tensor.
     """
 
     source: ModelSource | None = None

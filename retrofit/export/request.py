@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from retrofit.compare import TOLERANCE
 from retrofit.errors import UsageError
@@ -71,7 +70,7 @@ class Request:
         if dtype != torch.float32:
             self.network = copied(self.network).float()
         self.calls = [call.to(device, torch.float32) for call in self._example_calls()]
-        self.sample = _shape_of_sample(self.calls[0])
+        self.sample = self.calls[0].sample_shape
         self._check_size_of_images()
 
     def _problems_of_options(self) -> Iterator[str]:
@@ -212,14 +211,6 @@ class Request:
         device = device_of(self.network)
         batches = [torch.stack(list(images[first:end])) for first, end in ends if first < count]
         return [Call((batch,)).to(device, torch.float32) for batch in batches]
-
-
-def _shape_of_sample(call: Call) -> tuple[int, ...]:
-    """Return the shape of one sample; empty where a call takes something else than one tensor."""
-    arguments = tree_leaves((call.args, dict(call.kwargs)))
-    if len(arguments) == 1 and isinstance(arguments[0], Tensor):
-        return tuple(arguments[0].shape[1:])
-    return ()
 
 
 def problems_of_tolerance(tolerance: float | None, advice: str) -> Iterator[str]:

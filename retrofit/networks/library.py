@@ -30,6 +30,7 @@ from retrofit.record import (
     RESERVED_KWARGS,
     ModelSource,
     Preprocess,
+    is_size_of_images,
     record_of,
     set_record,
 )
@@ -379,9 +380,10 @@ def _timms_preprocess(model: nn.Module, source: ModelSource) -> Preprocess:
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     channels = getattr(first, "in_channels", 3)
     cfg = {"input_size": (channels, 224, 224), **(getattr(model, "pretrained_cfg", None) or {})}
-    converted_size = record_of(model).input_size
+    converted_size = record_of(model).input_size or ()
+    is_one_image = len(converted_size) == 3 and is_size_of_images(converted_size)
     # Of a network that a library builds, the library's size counts.
-    if source.library == "own" and converted_size is not None and len(converted_size) == 3:
+    if source.library == "own" and is_one_image:
         cfg["input_size"] = converted_size
     try:
         return Preprocess.from_dict(timm.data.resolve_data_config(pretrained_cfg=cfg))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from retrofit.compare import Reference
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.inputs import Inputs
+from retrofit.inputs import Inputs, call_with
 from retrofit.layers.strength import StrengthMixin, check_strength, strength_layers
 from retrofit.record import network_in, set_record
 from retrofit.surgery.bypassed import refuse_bypassed
@@ -98,11 +98,24 @@ def convert(
     conversion = _Conversion(model, converter, request)
     conversion.run_source(inputs, input_size, images, check)
     conversion.execute(check, strength)
-    if input_size is not None:
-        set_record(conversion.converted, input_size=tuple(input_size))
+    size = _size_of_samples(inputs, input_size)
+    if size:
+        set_record(conversion.converted, input_size=size)
     if conversion.converted is conversion.network:
         return model, conversion.report
     return conversion.converted, conversion.report
+
+
+def _size_of_samples(inputs: Inputs | None, input_size: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the shape of one sample that a caller names, or shows by one tensor of real numbers;
+    empty for none.
+    """
+    if inputs is None:
+        return tuple(input_size or ())
+    call = call_with(inputs)
+    if all(tensor.is_floating_point() for tensor in call.tensors):
+        return call.sample_shape
+    return ()
 
 
 @dataclass

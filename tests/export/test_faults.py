@@ -279,6 +279,27 @@ def test_the_size_that_a_network_was_converted_with_is_its_own(
         assert own_input_size(loaded) == size
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_the_size_of_the_inputs_that_a_network_was_converted_with_is_its_own(named: bool) -> None:
+    x = torch.randn(1, 3, 20)
+    model, _ = retrofit.convert(ConvNorm(), "ln", inputs={"x": x} if named else x)
+    torch.testing.assert_close(retrofit.fold(model)(x), model(x), atol=1e-5, rtol=1e-4)
+
+
+def test_a_network_of_sound_as_wide_as_no_image_is_saved(tmp_path: Path) -> None:
+    layers = [nn.Conv2d(1, 4, (1, 9), stride=(1, 8)), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1)]
+    model, _ = retrofit.convert(
+        nn.Sequential(*layers).eval(), "ln", inputs=torch.randn(1, 1, 1, 20000)
+    )
+    retrofit.save(model, tmp_path / "a.safetensors", source="own")
+
+
+def test_inputs_that_are_no_samples_of_real_numbers_say_no_size() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4))
+    model, _ = retrofit.convert(model, "lnn", inputs=torch.tensor([[1, 2, 3]]))
+    assert own_input_size(model) == (3, 224, 224)
+
+
 class QuantizedInPart(nn.Module):
     """A fused layer of quantization-aware training, which calls F.batch_norm, before a
     LayerNorm.
