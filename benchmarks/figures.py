@@ -39,7 +39,8 @@ STYLES = {"ln": "o-", "gn-pn": "s-", "bnn": "^-"}
 
 
 LITE = "tf_efficientnet_lite0"
-NETWORKS = {LITE: "EfficientNet-Lite0", "mobilenetv2_100": "MobileNetV2"}
+MOBILE = "mobilenetv2_100"
+NETWORKS = {LITE: "EfficientNet-Lite0", MOBILE: "MobileNetV2"}
 BATCHNORM = "BatchNorm, batch statistics"
 FROZEN = "BatchNorm, frozen statistics, affine trained"
 HEAD = "frozen statistics, last layer alone"
@@ -76,10 +77,12 @@ def cells_of(row: str) -> list[str]:
 
 
 def private(file: str, network: str) -> dict[tuple[str, str], float]:
-    """Return top-1 by network and epsilon, of the setup with the most pictures of dp.md."""
+    """Return top-1 by row and epsilon, of a network's setup with the most pictures of dp.md."""
     sections = (RESULTS / file).read_text().split("\n## ")
-    section = [text for text in sections if text.startswith(network)][-1]
-    rows = [cells_of(line) for line in section.splitlines() if line.startswith("| ")]
+    of_network = [text for text in sections if text.startswith(network)]
+    if not of_network:
+        return {}
+    rows = [cells_of(line) for line in of_network[-1].splitlines() if line.startswith("| ")]
     return {(row[0].replace("`", ""), row[1]): number(row[5]) for row in rows[1:]}
 
 
@@ -107,49 +110,60 @@ def before_training(figure: Figure) -> None:
 
 def features(figure: Figure) -> None:
     """How much of the features is left before any training, in each network."""
-    figures = ("cosine", "centred", "same neighbour")
+    measures = ("cosine similarity", "the same, centered", "same nearest neighbor")
     names = networks(("features.md", "## {}"))
-    for axes, name in zip(
-        figure.subplots(1, len(names), sharex=True, squeeze=False)[0], names, strict=True
-    ):
+    every = figure.subplots(1, len(names), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, name in zip(every, names, strict=True):
         rows = table("features.md", "cosine", f"## {name}")
         # The two similarities are shares of 1, agreement is in percent.
         scales = (100, 100, 1) * 2
-        shares = [scale * number(cell) for scale, cell in zip(scales, rows["ln"], strict=True)]
+        values = [scale * number(cell) for scale, cell in zip(scales, rows["ln"], strict=True)]
+        # A plain swap's similarity is 0 but for its rounding.
+        shares = [max(0.0, value) for value in values]
         for offset, part, colour, label in (
             (0.0, shares[:3], OURS, "LayerNorm by retrofit, t = 1"),
             (0.4, shares[3:], TODAY, "LayerNorm, plain swap"),
         ):
-            places = [place + offset for place in range(len(figures))]
-            axes.bar_label(axes.barh(places, part, 0.36, color=colour, label=label), fmt="%.0f")
-        axes.set_yticks([place + 0.2 for place in range(len(figures))], figures)
-        axes.invert_yaxis()
+            places = [place + offset for place in range(len(measures))]
+            bars = axes.barh(places, part, 0.36, color=colour, label=label)
+            axes.bar_label(bars, fmt="%.0f", padding=2)
+        axes.set_yticks([place + 0.2 for place in range(len(measures))], measures)
+        axes.set_xlim(0, 112)
         axes.set_xlabel("%")
         axes.set_title(NETWORKS[name])
         axes.grid(visible=False)
+    every[0].invert_yaxis()
     legend(figure)
 
 
+PRIVATE = {
+    "Opacus's GroupNorm, norms and last layer": ("Opacus's own fixer, 4 epochs", TODAY),
+    HEAD: ("last layer alone, 4 epochs", BASELINE),
+    "longer": ("last layer alone, 10 epochs", "#c9d1d9"),
+    "ln, norms and last layer": ("retrofit ln, 4 epochs", "#79b8ff"),
+    "frozen, norms and last layer": ("retrofit frozen, 4 epochs", OURS),
+}
+
+
 def privacy(figure: Figure) -> None:
-    """Top-1 after training with differential privacy, by epsilon."""
-    top1 = private("dp.md", LITE)
-    longer = private("dp_longer.md", LITE)
-    names = {
-        "Opacus's GroupNorm, norms and last layer": ("Opacus's own fixer, 4 epochs", TODAY),
-        HEAD: ("last layer alone, 4 epochs", BASELINE),
-        "longer": ("last layer alone, 10 epochs", "#c9d1d9"),
-        "ln, norms and last layer": ("retrofit ln, 4 epochs", "#79b8ff"),
-        "frozen, norms and last layer": ("retrofit frozen, 4 epochs", OURS),
-    }
-    top1["longer", "8"] = longer[HEAD, "8"]
+    """Top-1 after training with differential privacy, by network and epsilon."""
+    groups = [(LITE, "8"), (LITE, "3"), (MOBILE, "8")]
     axes = figure.subplots()
-    for place, (row, (label, colour)) in enumerate(names.items()):
-        measured = [(group, eps) for group, eps in enumerate(("8", "3")) if (row, eps) in top1]
+    top1 = {name: private("dp.md", name) for name in NETWORKS}
+    for name in NETWORKS:
+        longer = private("dp_longer.md", name)
+        top1[name].update({("longer", eps): longer[row, eps] for row, eps in longer if row == HEAD})
+    for place, (row, (label, colour)) in enumerate(PRIVATE.items()):
+        measured = [
+            (group, top1[name][row, eps])
+            for group, (name, eps) in enumerate(groups)
+            if (row, eps) in top1[name]
+        ]
         places = [group + 0.17 * place for group, _ in measured]
-        values = [top1[row, eps] for _, eps in measured]
-        bars = axes.bar(places, values, 0.155, color=colour, label=label)
+        bars = axes.bar(places, [value for _, value in measured], 0.155, color=colour, label=label)
         axes.bar_label(bars, fmt="%.1f", fontsize=7)
-    axes.set_xticks([0.34, 1.34], ["epsilon 8", "epsilon 3"])
+    names = [f"{NETWORKS[name]}\nepsilon {eps}" for name, eps in groups]
+    axes.set_xticks([group + 0.34 for group in range(len(groups))], names)
     axes.set_ylabel("test top-1, %")
     axes.axhline(10, color=BASELINE, linewidth=1, linestyle=":")
     axes.grid(visible=False, axis="x")
@@ -168,18 +182,21 @@ CURVES = {
 
 
 def batch_size(figure: Figure) -> None:
-    """Top-1 against batch size, fine-tuned on 500 pictures."""
-    rows = table("evidence.md", "batch 1 ", f"## cifar10, 500 training pictures, {LITE}")
-    sizes = (1, 2, 8, 32)
-    axes = figure.subplots()
-    for row, (label, style) in CURVES.items():
-        axes.plot(
-            range(len(sizes)), [number(cell) for cell in rows[row][::2]], label=label, **style
-        )
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set_xlabel("images in a batch")
-    axes.set_ylabel("test top-1, %")
-    axes.set_ylim(0, 75)
+    """Top-1 against batch size, fine-tuned on 500 pictures, in each network."""
+    sizes = {LITE: (1, 2, 8, 32), MOBILE: (2, 8)}
+    every = figure.subplots(1, len(sizes), sharey=True, width_ratios=[4, 2])
+    for axes, (name, measured) in zip(every, sizes.items(), strict=True):
+        section = f"## cifar10, 500 training pictures, {name}"
+        rows = table("evidence.md", f"batch {measured[0]} ", section)
+        for row, (label, style) in CURVES.items():
+            top1 = [number(cell) for cell in rows[row][::2]]
+            axes.plot(range(len(measured)), top1, label=label, **style)
+        axes.set_xticks(range(len(measured)), [str(size) for size in measured])
+        axes.set_xlim(-0.3, len(measured) - 0.7)
+        axes.set_xlabel("images in a batch")
+        axes.set_title(NETWORKS[name])
+        axes.set_ylim(0, 75)
+    every[0].set_ylabel("test top-1, %")
     legend(figure)
 
 
@@ -308,10 +325,10 @@ def legend(figure: Figure, axes: Any = None) -> None:
 
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "before-training": (before_training, (5.6, 1.8)),
-    "features": (features, (6.4, 2.2)),
+    "features": (features, (7.2, 2.2)),
     "strengths": (strengths, (5.2, 5.6)),
-    "batch-size": (batch_size, (5.2, 3.6)),
-    "privacy": (privacy, (5.2, 3.6)),
+    "batch-size": (batch_size, (6.4, 3.6)),
+    "privacy": (privacy, (6.4, 3.8)),
     "course": (course, (4.4, 2.6)),
     "proxy": (proxy, (4.4, 3.0)),
     "path": (path, (4.4, 3.0)),
