@@ -39,6 +39,7 @@ from harness import (
     machine,
     machines,
     markdown,
+    mean,
     publish,
     with_error,
 )
@@ -260,24 +261,29 @@ def difference(runs: Sequence[Line], others: Sequence[Line]) -> str:
     return with_error([run["test"] - other["test"] for run, other in pairs], "+")
 
 
+def standing(lines: Sequence[Line], arm: str) -> list[Line]:
+    """Return an arm's runs at its rate: with the most seeds, then the best on validation scenes."""
+    at_rates = grouped([line for line in lines if line["arm"] == arm], ["lr"]).values()
+    return max(at_rates, key=lambda runs: (len(runs), mean(runs, "val")))
+
+
 def tables(lines: Sequence[Line]) -> list[str]:
-    """Return the table: each arm at its rate with the most seeds."""
-    best = {}
-    for (arm, rate), runs in grouped(lines, ["arm", "lr"]).items():
-        best[arm] = max(best.get(arm, (0, 0.0, [])), (len(runs), rate, runs), key=lambda b: b[0])
+    """Return the table, an arm a row."""
+    recorded = {line["arm"] for line in lines}
+    runs = {arm: standing(lines, arm) for arm in ARMS if arm in recorded}
     rows = [
         (
-            label,
-            f"{best[arm][1]:g}",
-            with_error([line["test"] for line in best[arm][2]]),
-            difference(best[arm][2], best["bn"][2]) if arm != "bn" else "",
-            with_error([line["test50"] for line in best[arm][2]]),
-            best[arm][0],
+            ARMS[arm],
+            f"{arm_runs[0]['lr']:g}",
+            with_error([line["test"] for line in arm_runs]),
+            difference(arm_runs, runs["bn"]) if arm != "bn" else "",
+            difference(arm_runs, runs["frozen"]) if arm != "frozen" else "",
+            with_error([line["test50"] for line in arm_runs]),
+            len(arm_runs),
         )
-        for arm, label in ARMS.items()
-        if arm in best
+        for arm, arm_runs in runs.items()
     ]
-    head = ["norm", "learning rate", "mAP", "to BatchNorm", "AP at 0.5", "seeds"]
+    head = ["norm", "learning rate", "mAP", "to BatchNorm", "to `frozen`", "AP at 0.5", "seeds"]
     return [
         "Mean average precision on test scenes in percent, mean ± standard error over seeds;",
         "differences are paired by seed.",

@@ -23,6 +23,7 @@ from retrofit.surgery import convert
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import detection  # noqa: E402
 import evidence_arms  # noqa: E402
 import features  # noqa: E402
 import harness  # noqa: E402
@@ -147,6 +148,23 @@ def test_features_are_compared_as_by_hand() -> None:
     """
     source = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
     assert features.agreement(source, source[[2, 1, 0]]) == ["0.333", "-0.333", "66.7%"]
+
+
+def test_average_precision_is_that_of_a_curve_drawn_by_hand() -> None:
+    boxes = torch.tensor([[0.0, 0, 10, 10], [20, 20, 30, 30]])
+    target = {"boxes": boxes, "labels": torch.tensor([1, 1])}
+    # The best finds the first object, the second finds it again, the third finds the other.
+    output = {
+        "boxes": torch.tensor([[0.0, 0, 10, 9], [0, 0, 10, 10], [20, 20, 30, 30], [0, 0, 10, 10]]),
+        "labels": torch.tensor([1, 1, 1, 2]),
+        "scores": torch.tensor([0.9, 0.8, 0.7, 0.6]),
+    }
+    precision = detection.average_precision([(output, target)], 1, 0.5)
+    assert precision == pytest.approx(1 / 2 * 1 + 1 / 2 * 2 / 3)
+    # At a stricter overlap the second finds the first object.
+    precision = detection.average_precision([(output, target)], 1, 0.95)
+    assert precision == pytest.approx(1 / 2 * 1 / 2 + 1 / 2 * 2 / 3)
+    assert detection.average_precision([(output, target)], 2, 0.5) == 0
 
 
 def test_a_checkpoint_may_lack_the_classifier_alone(tmp_path: Path) -> None:

@@ -191,10 +191,11 @@ MAIN, DP = (
     ("evidence.md", "batch 1 ", "## cifar10, 500"),
     "## tf_efficientnet_lite0 at 64 px, 5000 pictures",
 )
-CLIENTS, LEFT, HALF = (
+CLIENTS, LEFT, HALF, SCENES = (
     ("federated.md", "batch 8"),
     ("retention.md", "migrated"),
     ("half_reset_again.md", "batch 2"),
+    ("detection.md", "mAP"),
 )
 FIGURES: list[tuple[str, int, Any]] = [
     *(
@@ -206,6 +207,7 @@ FIGURES: list[tuple[str, int, Any]] = [
         (FROZEN, 4, MAIN),
     ),
     *((name, 0, HALF) for name in (BN, FROZEN, "ln, t to 1")),
+    *((name, 1, SCENES) for name in (BN, "frozen` (as `bn.eval()`)", "ln`, t to 1")),
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 
