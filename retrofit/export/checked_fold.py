@@ -41,7 +41,11 @@ def checked_fold(request: Request) -> FoldedNetwork:
             samples once captured, cannot be approximated, or differs from its folded form.
     """
     network = request.network
-    reference = Reference(network, request.judged, tolerance=request.allowed)
+    reference = Reference(
+        network,
+        request.judged,
+        tolerance=request.allowed,
+    )
     _refuse_missing_numbers(network, reference)
     program = capture(
         network,
@@ -123,7 +127,12 @@ def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLa
         layer_of(node): (fit.degree, fit.max_error, fit.rms_error) for node, fit in fits.items()
     }
     return tuple(
-        FoldedLayer(name, form, *errors.get(name, ())) for name, form in program.layers.items()
+        FoldedLayer(
+            name,
+            form,
+            *errors.get(name, ()),
+        )
+        for name, form in program.layers.items()
     )
 
 

@@ -246,7 +246,11 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
             continue
         consumer = users[0]
         layer = graph.linear(consumer)
-        if layer is None or not _fits(consumer, affine, layer.weight.shape[:3:2]):
+        if layer is None or not _fits(
+            consumer,
+            affine,
+            layer.weight.shape[:3:2],
+        ):
             continue
         if not layer.pads_zeros or not affine.shift.any():
             graph.set_linear(consumer, layer.after(affine.scale, affine.shift))

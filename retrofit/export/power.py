@@ -52,7 +52,11 @@ class Fit:
 
     def __call__(self, h: Tensor) -> Tensor:
         """Evaluate for h, (C, S), in the precision of a folded network."""
-        y = torch.addcmul(self.shift[:, None], h, self.scale[:, None]).T.float()
+        y = torch.addcmul(
+            self.shift[:, None],
+            h,
+            self.scale[:, None],
+        ).T.float()
         for part in self.parts:
             y = part(y)
         return y.T.to(h)
@@ -117,7 +121,11 @@ class Transform:
         root = self._log_of_root()
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)
-        scale = torch.where(is_live, self.gamma - self.lmbda * self.beta, 0.0)
+        scale = torch.where(
+            is_live,
+            self.gamma - self.lmbda * self.beta,
+            0.0,
+        )
         near_0 = bool((self.lmbda.abs() < forms.SMALL_POWER).any())
         if not near_0:
             scale = scale / self.lmbda
@@ -206,7 +214,13 @@ class Polynomial(nn.Module):
         *lower, scale = coefficients.unbind(0)
         self.steps = nn.ModuleList()
         for shift in reversed(lower):
-            self.steps.append(forms.ConstantNorm(torch.zeros_like(scale), scale, shift))
+            self.steps.append(
+                forms.ConstantNorm(
+                    torch.zeros_like(scale),
+                    scale,
+                    shift,
+                )
+            )
             scale = torch.ones_like(scale)
 
     def to_convolutions(self) -> None:

@@ -48,8 +48,8 @@ def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
     if dim == second and both_ways:
         return int(first)
     # One counted from the front and one from the end may be the same.
-    apart = both_ways and all((each < 0) == (dim < 0) for each in dims)
-    if apart:
+    signs = {each < 0 for each in (first, second, dim)}
+    if both_ways and len(signs) == 1:
         return dim
     return None
 
@@ -60,9 +60,7 @@ def _permuted(args: tuple[Any, ...], dim: int) -> int | None:
         return None
     rank = len(order)
     moved = [each % rank for each in order].index(dim % rank)
-    if moved == rank - 1:
-        return -1
-    return moved
+    return -1 if moved == rank - 1 else moved
 
 
 def _unpacked(args: Sequence[Any]) -> Sequence[Any]:
@@ -76,7 +74,12 @@ def _keeps_two(node: fx.Node) -> bool:
     """Whether a reshaping keeps the first two sizes of what it takes: images and channels."""
     sizes = _unpacked(node.args[1:])
     return len(sizes) > 1 and all(
-        _is_size(size, node.args[0], dim) for dim, size in enumerate(sizes[:2])
+        _is_size(
+            size,
+            node.args[0],
+            dim,
+        )
+        for dim, size in enumerate(sizes[:2])
     )
 
 
@@ -88,9 +91,10 @@ def _is_size(size: Any, value: Any, dim: int) -> bool:
         return size.args == (value, dim)
     if call_name(size) != "getitem" or size.args[1] != dim:
         return False
-    shape = size.args[0]
-    if not isinstance(shape, fx.Node):
-        return False
+    return isinstance(size.args[0], fx.Node) and _is_shape(size.args[0], value)
+
+
+def _is_shape(shape: fx.Node, value: Any) -> bool:
     if call_name(shape) == "getattr":
         return shape.args == (value, "shape")
     return call_name(shape) == "size" and shape.args == (value,)

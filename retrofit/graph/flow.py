@@ -4,7 +4,7 @@ come from and go.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -81,6 +81,17 @@ class Flow:
         }
         self.steps = {node: self._step(node) for node in self.graph.nodes}
 
+    def read_modules(self) -> Iterator[nn.Module]:
+        """The modules whose parameters or buffers the code reads.
+
+        Nodes without users come from those who look at a module while it is traced (`is_norm`
+        does).
+        """
+        for node in self.graph.find_nodes(op="get_attr"):
+            if node.users:
+                owner, _, _ = str(node.target).rpartition(".")
+                yield self.module.get_submodule(owner)
+
     def consumers(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that use a node's value, not just its shape or type."""
         return [user for user in node.users if self.steps[user] != "metadata"]
@@ -106,26 +117,22 @@ class Flow:
             after += self.after(user) if self.steps[user] == "same" else [user]
         return after
 
-    def channels_after(self, node: fx.Node, dim: int = 1) -> list[tuple[fx.Node, int]]:
+    def channels_after(self, node: fx.Node, dim: int = 1) -> Iterator[tuple[fx.Node, int]]:
         """The consumers of `node`, past dropouts, identities and steps that move whole channels.
 
         Args:
             node: A node whose value has its channels in dimension `dim`.
             dim: The dimension, from the front or from the end.
 
-        Returns:
+        Yields:
             Each consumer, and the dimension of the channels of what it takes.
         """
-        after: list[tuple[fx.Node, int]] = []
         for user in self.consumers(node):
-            moved: int | None = dim
-            if self.steps[user] != "same":
-                moved = moved_channels(user, dim)
+            moved = dim if self.steps[user] == "same" else moved_channels(user, dim)
             if moved is None:
-                after.append((user, dim))
+                yield user, dim
             else:
-                after += self.channels_after(user, moved)
-        return after
+                yield from self.channels_after(user, moved)
 
     def norm_before(self, node: fx.Node) -> fx.Node | None:
         """The call of a norm whose whole channels an activation takes."""
@@ -140,8 +147,7 @@ class Flow:
     def describe(self, node: fx.Node) -> str:
         """Words for a node: a module's class and name, or a function's name."""
         if node.op == "call_module":
-            module = self.modules[node]
-            return f"{type(module).__name__} {self._flows.names[module]}".rstrip()
+            return self._flows.label(self.modules[node])
         if node.op == "placeholder":
             return f"the input of {self.name or 'the model'}"
         if node.op.startswith("call"):
@@ -157,26 +163,23 @@ class Flow:
             following = self._only_follower(following)
         if following is None:
             return False
-        if self.steps[following] != "window":
-            return self.steps[following] == "pool"
-        # A window is the final pooling where no norm comes behind it.
-        later = reached(following, self.consumers)
-        return all(self.steps[step] != "norm" for step in later)
+        step = self.steps[following]
+        return step == "pool" or (step == "window" and not self._reaches_norm(following))
+
+    def _reaches_norm(self, node: fx.Node) -> bool:
+        """Whether a norm comes behind a window, which then is not the final pooling."""
+        return any(self.steps[later] == "norm" for later in reached(node, self.consumers))
 
     def _only_follower(self, node: fx.Node) -> fx.Node | None:
         """The one consumer of a value, or the product of a squeeze-excite, which scales channels by
         their own means; None where others use it too.
         """
         users = self.after(node)
-        gated = [user for user in users if self.steps[user] == "product"]
-        others = [user for user in users if user not in gated]
-        if len(gated) == 1:
-            if all(self.steps[user] == "pool" for user in others):
-                return gated[0]
-            return None
         if len(users) == 1:
             return users[0]
-        return None
+        gated = [user for user in users if self.steps[user] == "product"]
+        are_pooled = all(self.steps[user] in ("product", "pool") for user in users)
+        return gated[0] if len(gated) == 1 and are_pooled else None
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel, that go on to multiply other
@@ -216,9 +219,12 @@ class Flow:
     def _step(self, node: fx.Node) -> str:
         if node.op in ("call_function", "call_method"):
             return _call_step(node)
-        if node.op != "call_module":
-            return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
-        module = self.modules[node]
+        if node.op == "call_module":
+            return self._module_step(self.modules[node])
+        return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
+
+    def _module_step(self, module: nn.Module) -> str:
+        """The kind of step that a call of a module is."""
         if self._flows.is_norm(module) or kinds.is_norm(module):
             return "norm"
         if kinds.is_altered(module):
@@ -316,14 +322,12 @@ class Flows:
         for flow in self.flows:
             for node, module in flow.modules.items():
                 self.calls[module].append((flow, node))
-        # The modules whose parameters or buffers another module's code reads. Nodes without users
-        # come from those who look at a module while it is traced (`is_norm` does).
-        self.read = {
-            flow.module.get_submodule(str(node.target).rpartition(".")[0])
-            for flow in self.flows
-            for node in flow.graph.nodes
-            if node.op == "get_attr" and node.users
-        }
+        # The modules whose parameters or buffers another module's code reads.
+        self.read = {owner for flow in self.flows for owner in flow.read_modules()}
+
+    def label(self, module: nn.Module) -> str:
+        """A module's class and name."""
+        return f"{type(module).__name__} {self.names[module]}".rstrip()
 
     def _trace_all(self, model: nn.Module) -> None:
         norms = set(filter(self.is_norm, self.names))
@@ -341,11 +345,10 @@ class Flows:
         self._trace(module, training=False)
         if module not in self.failures and self._modes_differ(module):
             self._trace(module, training=True)
-        called: list[Any] = []
-        for training in (False, True):
-            for path in self._traces[training, module]:
-                self._give_up_called_otherwise(path)
-                called += [place.target for place in path.places.values()]
+        paths = [*self._traces[False, module], *self._traces[True, module]]
+        for path in paths:
+            self._give_up_called_otherwise(path)
+        called: list[Any] = [place.target for path in paths for place in path.places.values()]
         if module in self.failures:
             called += module.children()
         for part in called:
@@ -366,7 +369,6 @@ class Flows:
         if not kinds.has_forward(module):
             self.failures[module] = "it has no forward"
             return
-        self._readers.clear()
         try:
             self._traces[training, module] = self._paths(module, training)
         # A model's own code may raise anything.
@@ -375,6 +377,7 @@ class Flows:
 
     def _paths(self, module: nn.Module, training: bool) -> list[Tracer]:
         """Trace a module; where its parts have many branches, each of them is one step."""
+        self._readers.clear()
         try:
             return traced(
                 module,
@@ -404,11 +407,11 @@ def _takes_defaults(module: nn.Module, node: fx.Node) -> bool:
     """Whether a call gives values for a module's required arguments, and no others."""
     signature = inspect.signature(module.forward)
     arguments = signature.bind(*node.args, **node.kwargs).arguments
-    for name, value in arguments.items():
-        default = signature.parameters[name].default
-        as_alone = value is default
-        if default is inspect.Parameter.empty:
-            as_alone = isinstance(value, fx.Node)
-        if not as_alone:
-            return False
-    return True
+    return all(_is_default(signature.parameters[name], value) for name, value in arguments.items())
+
+
+def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
+    """Whether an argument is what a trace of its module alone passes."""
+    if parameter.default is inspect.Parameter.empty:
+        return isinstance(value, fx.Node)
+    return value is parameter.default

@@ -71,17 +71,11 @@ def _timm_functions() -> dict[Any, Any]:
     """
     from timm.layers import activations, activations_me
 
-    activations_of_timm: dict[str, Any] = {**vars(activations), **vars(activations_me)}
-    classes = {
-        name.lower(): value for name, value in activations_of_timm.items() if inspect.isclass(value)
-    }
-    named = (
-        (function, classes.get(name.replace("_", "")))
-        for name, function in activations_of_timm.items()
-    )
-    return {
-        function: cls for function, cls in named if inspect.isfunction(function) and cls is not None
-    }
+    named: dict[str, Any] = {**vars(activations), **vars(activations_me)}
+    classes = {name.lower(): value for name, value in named.items() if inspect.isclass(value)}
+    functions = {name: value for name, value in named.items() if inspect.isfunction(value)}
+    pairs = {value: classes.get(name.replace("_", "")) for name, value in functions.items()}
+    return {function: cls for function, cls in pairs.items() if cls is not None}
 
 
 def _comes_from(module: nn.Module, homes: tuple[str, ...]) -> bool:
@@ -118,12 +112,7 @@ def is_activation(module: nn.Module) -> bool:
 
     if type(module) in (nn.PReLU, PReLU):
         return True
-    is_ours = type(module).__module__.startswith(_OURS)
-    if isinstance(module, nn.Sequential) or is_norm(module) or is_ours or is_altered(module):
-        return False
-    if any(t.numel() != 1 for t in (*module.parameters(), *module.buffers())):
-        return False
-    if not all(map(is_activation, module.children())):
+    if not _may_be_activation(module) or not all(map(is_activation, module.children())):
         return False
     # Anything may come out of a module that takes something else.
     with (
@@ -135,6 +124,13 @@ def is_activation(module: nn.Module) -> bool:
         probe = _probe(module)
         return all(_is_elementwise(probe.train(mode)) for mode in (True, False))
     return False
+
+
+def _may_be_activation(module: nn.Module) -> bool:
+    is_ours = type(module).__module__.startswith(_OURS)
+    if isinstance(module, nn.Sequential) or is_norm(module) or is_ours or is_altered(module):
+        return False
+    return all(t.numel() == 1 for t in (*module.parameters(), *module.buffers()))
 
 
 def _probe(module: nn.Module) -> nn.Module:
@@ -168,7 +164,13 @@ def _is_elementwise(act: nn.Module) -> bool:
     if y.shape != x.shape:
         return False
     expected = y.flatten()[order]
-    in_other_order_and_shape = act(x.flatten()[order].view(5, 2, 3)).flatten()
+    in_other_order_and_shape = act(
+        x.flatten()[order].view(
+            5,
+            2,
+            3,
+        )
+    ).flatten()
     if not torch.allclose(in_other_order_and_shape, expected, rtol=1e-9, atol=1e-12):
         return False
     zero = act(0 * x)
@@ -198,39 +200,39 @@ def is_plain_affine(module: nn.Module) -> bool:
     cls: Any = type(module)
     if is_altered(module) or type(module._parameters.get("weight")) is not nn.Parameter:
         return False
-    if not isinstance(module, (nn.modules.conv._ConvNd, nn.Linear)) or cls in (Conv2dSame, Linear):
-        return cls in (Conv2dSame, Linear)
-    base = next(
-        base
-        for base in cls.__mro__
-        if base.__module__ in (nn.Conv2d.__module__, nn.Linear.__module__)
-    )
-    used_as_they_are = (
-        "forward",
-        "_conv_forward",
-        "weight",
-        "bias",
-    )
+    if cls in (Conv2dSame, Linear):
+        return True
+    if not isinstance(module, nn.modules.conv._ConvNd | nn.Linear):
+        return False
+    homes = (nn.Conv2d.__module__, nn.Linear.__module__)
+    base = next(base for base in cls.__mro__ if base.__module__ in homes)
     # A parametrized layer has its weight as a property of its class.
-    return all(getattr(cls, name, None) is getattr(base, name, None) for name in used_as_they_are)
+    return all(
+        getattr(cls, name, None) is getattr(base, name, None)
+        for name in ("forward", "_conv_forward", "weight", "bias")
+    )
 
 
 def is_leaf(module: nn.Module) -> bool:
     """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for
     torch's modules.
     """
+    home = type(module).__module__
+    is_operator = home.startswith("torchvision.ops") and not any(True for _ in module.children())
+    # Operators (RoIAlign, DeformConv2d, ...), but not composites such as Conv2dNormActivation.
+    if is_operator or home.startswith(_OURS):
+        return True
+    if is_norm(module) or is_drop(module) or is_plain_affine(module):
+        return True
+    # Hooks may change what passes.
+    return is_altered(module) or isinstance(module, _timm_leaves())
+
+
+def _timm_leaves() -> tuple[type[nn.Module], ...]:
     import timm.models  # noqa: F401  importing the models fills timm's register
     from timm.layers import get_notrace_modules
 
-    home = type(module).__module__
-    if home.startswith("torchvision.ops") and next(module.children(), None) is None:
-        # Operators (RoIAlign, DeformConv2d, ...), but not composites such as
-        # Conv2dNormActivation.
-        return True
-    if home.startswith(_OURS) or is_norm(module) or is_drop(module) or is_plain_affine(module):
-        return True
-    # Hooks may change what passes.
-    return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))
+    return tuple(get_notrace_modules())
 
 
 def _module_class(target: Any) -> Any:
@@ -269,7 +271,16 @@ def function_module(node: fx.Node) -> nn.Module | None:
     if cls is None:
         return None
     names = inspect.signature(cls).parameters
-    options = {**dict(zip(names, node.args[1:], strict=False)), **node.kwargs}
+    options = {
+        **dict(
+            zip(
+                names,
+                node.args[1:],
+                strict=False,
+            )
+        ),
+        **node.kwargs,
+    }
     options = {name: value for name, value in options.items() if name not in ("input", "inplace")}
     if any(isinstance(value, fx.Node) for value in options.values()):
         return None
@@ -279,12 +290,20 @@ def function_module(node: fx.Node) -> nn.Module | None:
 
 def _clamp_module(node: fx.Node) -> nn.Module | None:
     """The module that clamps as a call does; None where its bounds are no two constants."""
-    bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
+    bounds = (
+        dict(
+            zip(
+                ("min", "max"),
+                node.args[1:],
+                strict=False,
+            )
+        )
+        | node.kwargs
+    )
     low: Any = bounds.get("min")
     high: Any = bounds.get("max")
     if low == 0 and high is None:
         return nn.ReLU()
-    are_numbers = all(isinstance(bound, int | float) for bound in (low, high))
-    if not are_numbers or low >= high:
-        return None
-    return nn.Hardtanh(float(low), float(high))
+    if isinstance(low, int | float) and isinstance(high, int | float) and low < high:
+        return nn.Hardtanh(float(low), float(high))
+    return None

@@ -106,7 +106,11 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     if place.code is None or isinstance(place.at, str):
         return {child: module, **_rewired(block, str(place.at), child)}
     base: Any
-    base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
+    base, edits = getattr(
+        type(block),
+        "_retrofit_edits",
+        (type(block), ()),
+    )
     _refuse_unwritable(block, base, act, place.code)
     edit = _edit_of(base, act, place.code, place.at, child)
     if any(edit.replaces_call_of(other) for other in edits):
@@ -194,7 +198,14 @@ def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
         namespace[method] = _rewritten_method(
             base, method, [edit for edit in edits if edit.method == method]
         )
-    return cast(type[nn.Module], type(base)(base.__name__, (base,), namespace))
+    return cast(
+        type[nn.Module],
+        type(base)(
+            base.__name__,
+            (base,),
+            namespace,
+        ),
+    )
 
 
 def _rebuild(base: Any, edits: tuple[_Edit, ...]) -> nn.Module:
@@ -213,13 +224,21 @@ def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) ->
         raise RewriteError(f"{replacement.label} is no expression of its own")
     new = code_in(compile(tree, code.co_filename, "exec", dont_inherit=True), code)
     assert new is not None
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    closure = tuple(cells[name] for name in new.co_freevars)
-    rewritten = FunctionType(
-        new, function.__globals__, function.__name__, function.__defaults__, closure
+    return _with_code(function, new)
+
+
+def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """Return a function of other code, with the same globals, defaults and closure."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    changed = FunctionType(
+        code,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells[name] for name in code.co_freevars),
     )
-    rewritten.__kwdefaults__ = function.__kwdefaults__
-    return cast(FunctionType, functools.update_wrapper(rewritten, function))
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return cast(FunctionType, functools.update_wrapper(changed, function))
 
 
 class _Replacement(ast.NodeTransformer):
@@ -252,7 +271,13 @@ class _Replacement(ast.NodeTransformer):
 
     def _call(self, attribute: str, *arguments: ast.expr) -> ast.Call:
         return ast.Call(
-            ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()), [*arguments], []
+            ast.Attribute(
+                ast.Name(self.own, ast.Load()),
+                attribute,
+                ast.Load(),
+            ),
+            [*arguments],
+            [],
         )
 
     def _input(self, edit: _Edit, node: ast.Call) -> ast.expr:
@@ -290,7 +315,11 @@ class _Replacement(ast.NodeTransformer):
         root, *path = ast.unparse(function).split(".")
         if all(name.isidentifier() for name in path):
             if root == self.own:
-                held = self._call("_retrofit_calls", ast.Constant(edit.child), function)
+                held = self._call(
+                    "_retrofit_calls",
+                    ast.Constant(edit.child),
+                    function,
+                )
                 if edit.target is None:
                     return None
                 return held

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import CodeType
 from typing import Any, Literal, NamedTuple
 
@@ -114,20 +115,11 @@ def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is
     search = _Search(model, is_norm)
     sites = {place: search.site(place) for place in search.norms if is_norm(place.target)}
     order = list(search.names.values())
-    covered = {place.target for place in sites}
     return Sites(
         sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.place)),
         unmatched=list(search.unmatched(sites)),
-        uncovered={
-            n: search.why_unseen(m)
-            for m, n in search.names.items()
-            if is_norm(m) and m not in covered
-        },
-        untraced={
-            search.label(module): cause
-            for module, cause in search.failures.items()
-            if kinds.has_forward(module)
-        },
+        uncovered=search.uncovered(sites),
+        untraced=search.untraced(),
     )
 
 
@@ -138,16 +130,18 @@ class _Search(Flows):
 
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
         super().__init__(model, is_norm)
-        self.norms: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
-        self.acts: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
-        by_kind = {"norm": self.norms, "activation": self.acts}
-        for flow in self.flows:
-            for node, place in flow.places.items():
-                kind = flow.steps[node]
-                if kind in by_kind:
-                    by_kind[kind][place].append((flow, node))
+        self.norms = self._steps_of("norm")
+        self.acts = self._steps_of("activation")
         # How many places call each norm and activation.
         self.places = Counter(place.target for place in (*self.norms, *self.acts))
+
+    def _steps_of(self, kind: str) -> dict[Place, list[tuple[Flow, fx.Node]]]:
+        steps: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+        for flow in self.flows:
+            for node, place in flow.places.items():
+                if flow.steps[node] == kind:
+                    steps[place].append((flow, node))
+        return steps
 
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
@@ -176,7 +170,11 @@ class _Search(Flows):
         if fused is None:
             return self._following(place)
         if fused in self.activations:
-            return Activation("fused", f"{self.names[norm]}.act".lstrip("."), fused), ""
+            return Activation(
+                "fused",
+                f"{self.names[norm]}.act".lstrip("."),
+                fused,
+            ), ""
         return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise"
 
     def _ends(self, norm: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:
@@ -215,7 +213,7 @@ class _Search(Flows):
         """Return the activation that takes all of a norm's channels, and their dimension in what it
         takes; or why there is none.
         """
-        users = flow.channels_after(node)
+        users = list(flow.channels_after(node))
         if len(users) != 1:
             takers = ", ".join(flow.describe(user) for user, _ in users)
             return None, 1, f"output used {len(users)} times: {takers}".rstrip(": ")
@@ -262,15 +260,13 @@ class _Search(Flows):
 
     def _name(self, place: Place) -> str:
         target = place.target
-        owner = place.owner
         if self._is_own(target):
             return self.names[target]
-        if isinstance(target, nn.Module):
-            name = self.names[target]
-        else:
+        name = self.names.get(target)
+        if name is None:
             _, node = self.acts[place][0]
-            name = f"{self.names[owner]}.{call_name(node)}".lstrip(".")
-        alike = [other for other in self.acts if (other.owner, other.target) == (owner, target)]
+            name = f"{self.names[place.owner]}.{call_name(node)}".lstrip(".")
+        alike = [other for other in self.acts if other[:2] == place[:2]]
         return f"{name}#{alike.index(place)}"
 
     def _is_own(self, target: Any) -> bool:
@@ -288,25 +284,56 @@ class _Search(Flows):
         for place in self.acts:
             if place not in claimed:
                 yield self._unclaimed(place, sites)
-        norms = set(filter(kinds.is_norm, self.names))
-        parts = {child for module in norms | self.activations for child in module.children()}
-        for module, name in self.names.items():
-            if module in norms and not self.is_norm(module):
+        for module in self.names:
+            if kinds.is_norm(module) and not self.is_norm(module):
                 yield from self._inside_other_norm(module)
-            is_seen = module in self.calls or module in parts
-            if module in self.activations and not is_seen:
-                yield UnmatchedActivation(name, type(module).__name__, self.why_unseen(module))
+            if module in self.activations and not self._is_seen(module):
+                yield self._unseen(module)
+
+    def _unseen(self, activation: nn.Module) -> UnmatchedActivation:
+        kind = type(activation).__name__
+        return UnmatchedActivation(self.names[activation], kind, self.why_unseen(activation))
+
+    def _is_seen(self, activation: nn.Module) -> bool:
+        """Whether an activation is called, or is a part of a norm or of another activation."""
+        return activation in self.calls or activation in self._parts
+
+    @cached_property
+    def _parts(self) -> set[nn.Module]:
+        norms = filter(kinds.is_norm, self.names)
+        return {child for holder in (*norms, *self.activations) for child in holder.children()}
+
+    def uncovered(self, sites: dict[Place, Site]) -> dict[str, str]:
+        """Why no site calls a norm asked for, by its name."""
+        covered = {place.target for place in sites}
+        norms = [norm for norm in self.names if self.is_norm(norm) and norm not in covered]
+        return {self.names[norm]: self.why_unseen(norm) for norm in norms}
+
+    def untraced(self) -> dict[str, str]:
+        """Why a module could not be traced, by its class and name."""
+        failures = self.failures.items()
+        return {
+            self.label(module): cause for module, cause in failures if kinds.has_forward(module)
+        }
 
     def _unclaimed(self, place: Place, sites: dict[Place, Site]) -> UnmatchedActivation:
         flow, node = self.acts[place][0]
         kind = type(flow.activation(node)).__name__
-        return UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))
+        return UnmatchedActivation(
+            self._name(place),
+            kind,
+            self._why_unmatched(flow, node, sites),
+        )
 
     def _inside_other_norm(self, norm: nn.Module) -> Iterator[UnmatchedActivation]:
         fused = _fused_activation(norm)
         if fused is not None:
             reason = f"its norm, {type(norm).__name__}, is not one of those asked for"
-            yield UnmatchedActivation(f"{self.names[norm]}.act", type(fused).__name__, reason)
+            yield UnmatchedActivation(
+                f"{self.names[norm]}.act",
+                type(fused).__name__,
+                reason,
+            )
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
         nearest = flow.before(node)
@@ -333,25 +360,28 @@ class _Search(Flows):
             return f"after a {'residual ' * (kind == 'addition')}{kind}"
         return f"no norm before it: fed by {flow.describe(source)}"
 
-    def label(self, module: nn.Module) -> str:
-        """A module's class and name."""
-        return f"{type(module).__name__} {self.names[module]}".rstrip()
-
     def why_unseen(self, module: nn.Module) -> str:
-        if not (name := self.names[module]):
+        name = self.names[module]
+        if not name:
             return "it is the whole model"
         modules = {name: module for module, name in self.names.items()}
         while name:
-            name = name.rpartition(".")[0]
-            holder = modules[name]
-            label = self.label(holder)
-            if holder not in self.traceable:
-                return f"{label} holds none of the norms asked for"
-            if holder in self.failures and kinds.has_forward(holder):
-                return f"{label} cannot be traced: {self.failures[holder]}"
-            if kinds.is_leaf(holder):
-                return f"inside {label}, which is one step to the trace"
+            name, _, _ = name.rpartition(".")
+            reason = self._why_not_inside(modules[name])
+            if reason:
+                return reason
         return "never called by the model's forward"
+
+    def _why_not_inside(self, holder: nn.Module) -> str:
+        """Why no trace shows what a module holds; empty if one does."""
+        label = self.label(holder)
+        if holder not in self.traceable:
+            return f"{label} holds none of the norms asked for"
+        if holder in self.failures and kinds.has_forward(holder):
+            return f"{label} cannot be traced: {self.failures[holder]}"
+        if kinds.is_leaf(holder):
+            return f"inside {label}, which is one step to the trace"
+        return ""
 
 
 def _norm_before(flow: Flow, node: fx.Node) -> Place | None:

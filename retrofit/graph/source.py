@@ -27,7 +27,14 @@ def file_tree(code: CodeType) -> ast.Module:
     """
     try:
         source = "".join(inspect.findsource(code)[0])
-        compiled = code_in(_compiled(source, code.co_filename, code.co_flags & _ANNOTATIONS), code)
+        compiled = code_in(
+            _compiled(
+                source,
+                code.co_filename,
+                code.co_flags & _ANNOTATIONS,
+            ),
+            code,
+        )
     except (OSError, TypeError, SyntaxError):
         raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
     if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
@@ -66,7 +73,11 @@ def methods_of(cls: type) -> Iterator[FunctionType]:
     for base in cls.__mro__:
         if not base.__module__.startswith(("torch.", "retrofit.")):
             for value in vars(base).values():
-                function = getattr(value, "__func__", getattr(value, "fget", value))
+                function = getattr(
+                    value,
+                    "__func__",
+                    getattr(value, "fget", value),
+                )
                 if isinstance(function, FunctionType):
                     yield function
 
@@ -75,12 +86,13 @@ def callee(code: CodeType, end: tuple[int, int]) -> str:
     """The expression that is called where a call in a function ends; empty if it has effects, or
     there is no source.
     """
-    harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
     with contextlib.suppress(RewriteError):
-        calls = [node for node in ast.walk(file_tree(code)) if isinstance(node, ast.Call)]
-        for call in calls:
-            if (call.end_lineno, call.end_col_offset) == end:
-                if all(isinstance(node, harmless) for node in ast.walk(call.func)):
-                    return ast.unparse(call.func)
-                return ""
+        for node in ast.walk(file_tree(code)):
+            if isinstance(node, ast.Call) and (node.end_lineno, node.end_col_offset) == end:
+                return ast.unparse(node.func) if _is_harmless(node.func) else ""
     return ""
+
+
+def _is_harmless(expression: ast.expr) -> bool:
+    harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
+    return all(isinstance(node, harmless) for node in ast.walk(expression))

@@ -228,10 +228,7 @@ class Tracer(fx.Tracer):
                 code,
                 self._entry(owner, target),
             )
-        # An instruction has two bytes.
-        instruction = caller.f_lasti // 2
-        _, line, _, column = next(islice(code.co_positions(), instruction, None))
-        return Place(owner, target, code, (line or 0, column or 0))
+        return Place(owner, target, code, _end_of_call(caller))
 
     def _entry(self, sequence: nn.Module, module: nn.Module) -> str:
         """Return the name of a Sequential's entry that is called; it may hold a module twice."""
@@ -325,11 +322,14 @@ def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]
     raising: set[int] = set()
     leads_to_raise = False
     for step in reversed(steps):
-        is_raise = step.opname == "RAISE_VARARGS"
-        leads_to_raise = is_raise or (leads_to_raise and _goes_straight_on(step))
+        leads_to_raise = _raises(step) or (leads_to_raise and _goes_straight_on(step))
         if leads_to_raise:
             raising.add(step.offset)
     return {step.offset: step for step in steps}, raising
+
+
+def _raises(step: dis.Instruction) -> bool:
+    return step.opname == "RAISE_VARARGS"
 
 
 def _goes_straight_on(step: dis.Instruction) -> bool:
@@ -341,14 +341,12 @@ def _raising_outcomes(code: CodeType, offset: int) -> set[bool]:
     """Return the outcomes of a condition, at an offset of a function, that lead to a `raise`."""
     steps, raising = _raising_steps(code)
     following = sorted(at for at in steps if at >= offset)[:3]
-    jumps = [steps[at] for at in following if steps[at].opname.startswith("POP_JUMP")]
-    if not jumps or not jumps[0].opname.endswith(("_TRUE", "_FALSE")):
+    jump = next((steps[at] for at in following if steps[at].opname.startswith("POP_JUMP")), None)
+    if jump is None or not jump.opname.endswith(("_TRUE", "_FALSE")):
         return set()
-    jump = jumps[0]
-    jumps_on = jump.opname.endswith("_TRUE")
     after = next((at for at in following if at > jump.offset), -1)
-    leads_to = {jumps_on: jump.argval, not jumps_on: after}
-    return {outcome for outcome, target in leads_to.items() if target in raising}
+    where = {jump.opname.endswith("_TRUE"): jump.argval, jump.opname.endswith("_FALSE"): after}
+    return {outcome for outcome, at in where.items() if at in raising}
 
 
 def _owner(callers: list[FrameType]) -> nn.Module:
@@ -356,6 +354,14 @@ def _owner(callers: list[FrameType]) -> nn.Module:
     methods = (frame for frame in callers if frame.f_code.co_argcount)
     firsts = (frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in methods)
     return next(first for first in firsts if isinstance(first, nn.Module))
+
+
+def _end_of_call(caller: FrameType) -> tuple[int, int]:
+    """Return the line and column where the call ends that a function makes now."""
+    # An instruction has two bytes.
+    instruction = caller.f_lasti // 2
+    _, line, _, column = next(islice(caller.f_code.co_positions(), instruction, None))
+    return line or 0, column or 0
 
 
 def _assigned_name(caller: FrameType) -> str:

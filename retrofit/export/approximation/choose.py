@@ -214,7 +214,11 @@ def _options(
         fits = _fits_of_all_degrees(function)
         changed = answers(module, few, {node: fits[1]})
         harm = _squared_change(expected, changed) / max(fits[1].rms_error ** 2, 1e-30)
-        options[node] = _candidates(fits, math.prod(shape_of(node)[1:]), harm)
+        options[node] = _candidates(
+            fits,
+            math.prod(shape_of(node)[1:]),
+            harm,
+        )
     return options
 
 
@@ -239,7 +243,11 @@ def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> fl
     total = 0.0
     for a, b in zip(expected, changed, strict=True):
         # Where both are infinite there is none
-        gap = torch.where(a == b, 0.0, a.double() - b) / (scale_of(a) or 1.0)
+        gap = torch.where(
+            a == b,
+            0.0,
+            a.double() - b,
+        ) / (scale_of(a) or 1.0)
         total += float(gap.square().sum())
     return total
 

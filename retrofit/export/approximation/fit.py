@@ -86,7 +86,11 @@ class LayerFunction:
         mean = value @ weight
         centred = self.h - centre[:, None]
         power = centred.square() @ weight
-        slope = torch.where(power > 0, (centred * value) @ weight / power, 0.0)
+        slope = torch.where(
+            power > 0,
+            (centred * value) @ weight / power,
+            0.0,
+        )
         return self.measured(
             Fit(
                 "affine",
@@ -126,7 +130,14 @@ class PolynomialFitter:
         reach = self._reach(root)
         self.limit = -1.0 if function.high is None else 0.0
         is_live = reach > 0
-        scales = [torch.where(is_live, 1 / (share * reach), 0.0) for share in _SHARES]
+        scales = [
+            torch.where(
+                is_live,
+                1 / (share * reach),
+                0.0,
+            )
+            for share in _SHARES
+        ]
         self.scales = torch.stack(scales)
         constant = (function.gamma == 0).double()
         self.shifts = torch.where(is_live, -root * self.scales, constant)
