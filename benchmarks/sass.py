@@ -38,29 +38,40 @@ LAYERS = {
     "gnn, channels_last": ((128, 3136, 32, 8), (1, 3), (1, 1, 32, 8)),
     "gnn, contiguous": ((128, 32, 8, 3136), (2, 3), (1, 32, 8, 1)),
 }
-# Maps by a scale and a shift: their kernels, the activation in them and what they are not given
-_LN = maps._moments, maps._map, maps._sums, maps._combine
-_PROXY = maps._map, maps._map_back
+# Maps by a scale and a shift: the activation in them, and their kernels with what they are not given
+_NO_STATISTICS = "Mean", "Var"
+_LN = {
+    maps._moments: (),
+    maps._map: (*_NO_STATISTICS, "Inner"),
+    maps._sums: ("Inner", "Scale"),
+    maps._combine: ("Inner", "Scale"),
+}
+_LN_AND_PROXY = {
+    maps._moments: (),
+    maps._map: _NO_STATISTICS,
+    maps._sums: (),
+    maps._combine: (),
+}
+_PROXY = {maps._map: (*_NO_STATISTICS, "Inner"), maps._map_back: _NO_STATISTICS}
 _CHANNELS_LAST = (128 * 3136, 256), (0,), (1, 256)
 _CONTIGUOUS = (128, 256, 3136), (0, 2), (1, 256, 1)
 _ROWS_LAST = (128, 3136, 256), (1,), (1, 1, 256)
 _ROWS = (128, 256, 3136), (2,), (1, 256, 1)
-_ALONE = "Mean", "Var", "Inner"
 MAPS = {
-    "ln, channels_last": (_LN, 5, _ALONE, _ROWS_LAST),
-    "ln, contiguous": (_LN, 5, _ALONE, _ROWS),
-    "ln with ProxyNorm SiLU, channels_last": (_LN, 3, ("Mean", "Var"), _ROWS_LAST),
-    "ln with ProxyNorm SiLU, contiguous": (_LN, 3, ("Mean", "Var"), _ROWS),
-    "ProxyNorm ReLU, channels_last": (_PROXY, 0, _ALONE, _CHANNELS_LAST),
-    "ProxyNorm SiLU, channels_last": (_PROXY, 3, _ALONE, _CHANNELS_LAST),
-    "ProxyNorm GELU, channels_last": (_PROXY, 4, _ALONE, _CHANNELS_LAST),
-    "ProxyNorm ReLU, contiguous": (_PROXY, 0, _ALONE, _CONTIGUOUS),
-    "ProxyNorm SiLU, contiguous": (_PROXY, 3, _ALONE, _CONTIGUOUS),
+    "ln, channels_last": (5, _LN, _ROWS_LAST),
+    "ln, contiguous": (5, _LN, _ROWS),
+    "ln with ProxyNorm SiLU, channels_last": (3, _LN_AND_PROXY, _ROWS_LAST),
+    "ln with ProxyNorm SiLU, contiguous": (3, _LN_AND_PROXY, _ROWS),
+    "ProxyNorm ReLU, channels_last": (0, _PROXY, _CHANNELS_LAST),
+    "ProxyNorm SiLU, channels_last": (3, _PROXY, _CHANNELS_LAST),
+    "ProxyNorm GELU, channels_last": (4, _PROXY, _CHANNELS_LAST),
+    "ProxyNorm ReLU, contiguous": (0, _PROXY, _CONTIGUOUS),
+    "ProxyNorm SiLU, contiguous": (3, _PROXY, _CONTIGUOUS),
 }
 _ELEMENTS = ("Out", "X", "Grad", "GradX")
 _TYPES = {
     **dict.fromkeys(maps._NUMBERS, "i32"),
-    **dict.fromkeys(("unit", "alpha", "noise", "eps", "momentum", "first", "second"), "fp32"),
+    **dict.fromkeys(("unit", "factor", "of_noise", "eps", "momentum", "first", "second"), "fp32"),
     **dict.fromkeys(("Code", "Batches", "Momentum"), "*i64"),
     "Seed": "*i32",
 }
@@ -249,10 +260,10 @@ def main() -> None:
                     for kernel in launches(*layer)
                 )
                 print_all(f"sm_{capability} {name} {dtype}", codes)
-            for name, (kernels, kind, absent, layer) in MAPS.items():
+            for name, (kind, kernels, layer) in MAPS.items():
                 codes = (
                     (kernel.__name__, built(kernel, layer, dtype, capability, absent, kind))
-                    for kernel in kernels
+                    for kernel, absent in kernels.items()
                 )
                 print_all(f"sm_{capability} {name} {dtype}", codes)
 

@@ -243,7 +243,9 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
         given = self.weight, self.bias, self.running_mean, self.running_var, self.gain
         numbers = self.group_eps, self.eps
         migration = maps.migrate(x, self.num_groups, self._strength, *given, *numbers)
-        return None if migration is None else act.by_migration(x, None, migration, kind, maps)
+        if migration is None:
+            return None
+        return act.proxied(x, None, migration.plan, migration, kind, maps)
 
     def _group_norm(self) -> Any:
         if any(

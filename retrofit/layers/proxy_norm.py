@@ -319,11 +319,8 @@ class ProxyNorm(StrengthMixin):
         source = self._input_of_norm(x, maps)
         if source is not None:
             unnormalized, migration = source
-            output = x.detach(), plan
-            return self.by_migration(unnormalized, output, migration, kind, maps)
-        proxy = self._proxy(kind, maps)
-        out: Tensor = maps.ProxyActivationOnGPU.apply(x, plan, proxy, *self._parameters_of_proxy())
-        return out
+            return self.proxied(unnormalized, x.detach(), plan, migration, kind, maps)
+        return self.proxied(x, None, plan, None, kind, maps)
 
     def _input_of_norm(self, y: Tensor, maps: Any) -> Any:
         """Return the norm's input and its migration, if `y` is its output and nothing looks at
@@ -339,21 +336,17 @@ class ProxyNorm(StrengthMixin):
             return None
         return maps.input_of(y, *self._affine())
 
-    def by_migration(
-        self, x: Tensor, y: Any, migration: Any, kind: channelwise.Activation, maps: Any
+    def proxied(
+        self, x: Tensor, y: Tensor | None, plan: Any, migration: Any, kind: Any, maps: Any
     ) -> Tensor:
-        """Return the result by the input of the norm before this layer. `y` is the norm's output,
-        if it has written one, and its launch plan. The gradient goes to `x` and leaves `y` out.
+        """Return the result by kernels for a GPU; see `maps.ProxyActivationOnGPU`. With a migration,
+        the gradient goes to `x` and leaves `y` out.
         """
-        proxy = self._proxy(kind, maps)
-        out: Tensor = maps.ProxiedNormOnGPU.apply(
-            x, y, migration, proxy, *self._parameters_of_proxy()
-        )
-        return out
-
-    def _proxy(self, kind: channelwise.Activation, maps: Any) -> Any:
         settings = self.eps, self.scale, self.samples, self.restore_scale, self.restore_shift
-        return maps.Proxy(kind, self._strength, *settings)
+        proxy = maps.Proxy(kind, self._strength, *settings, self.channel_dim)
+        parameters = self._parameters_of_proxy()
+        out: Tensor = maps.ProxyActivationOnGPU.apply(x, y, plan, migration, proxy, *parameters)
+        return out
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the wrapped activation's entries under the names they had before it was wrapped."""

@@ -6,18 +6,20 @@ sample and channel; phi is the identity but behind a norm. Where these numbers d
 or on samples of a proxy, small kernels compute them, and their derivatives.
 """
 
-# ruff: noqa: N803, RET505
-# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: N803, RET505, RUF005
+# mypy: disable-error-code="no-untyped-def, assignment"
 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import TensorWeakRef
 
 from retrofit.layers.kernels import triton as ours
@@ -26,17 +28,23 @@ from retrofit.layers.kernels.eager import Strength
 from retrofit.layers.kernels.layout import is_dense, layout_of
 from retrofit.layers.kernels.plan import PROGRAMS, LaunchPlan, plan_of
 from retrofit.layers.kernels.triton import (
+    _collected,
+    _Entries,
     _exp2,
+    _keep,
     _leave,
     _leave_affine,
     _load,
     _mean_and_squares,
+    _merged,
     _number,
+    _of_set,
     _over,
     _place,
     _polynomial,
     _reciprocal,
     _rows,
+    _Shared,
     _store,
     _totals,
     _zeros,
@@ -59,7 +67,7 @@ _TAIL = tl.constexpr(
 )
 # Channels that a program of the proxy's tables takes
 _CHANNELS = 4
-_NUMBERS = [*ours._NUMBERS, "channels", "splits"]
+_NUMBERS = ours._NUMBERS
 
 
 @triton.jit
@@ -89,17 +97,17 @@ def _phi(x, first, second, KIND: tl.constexpr):
         slope = share + x * density * 0.3989422804014327
     else:
         y = x
-        slope = x * 0 + 1
+        slope = tl.zeros_like(x) + 1
     return y, slope
 
 
 @triton.jit
-def _argument(Mean, Var, Inner, at, eps, sets):
+def _argument(Mean, Var, Inner, at, eps):
     """Return what phi takes, (x - centre) * factor + offset, as these three numbers of each set;
     nothing where it takes x.
     """
     if Inner is not None:
-        factor, offset = _rows(Inner, 0, 2, sets, at)
+        factor, offset = _rows(Inner, 0, 2, at)
         return tl.zeros_like(factor), factor, offset
     elif Mean is not None:
         rstd = 1 / tl.sqrt(_number(Var, at.sets, at.valid, 1.0) + eps)
@@ -119,34 +127,42 @@ def _phi_of(x, argument, activation):
 @triton.jit
 def _mapped(tile, given, sums, TILE: tl.constexpr):
     Out, X, argument, activation, scale, shift = given
-    y, _ = _phi_of(_load(X, tile, TILE), argument, activation)
-    _store(Out, tile, y * scale + shift, TILE)
+    y, _ = _phi_of(_load(X, tile), argument, activation)
+    _store(Out, tile, y * scale + shift)
     return sums
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _map(
     Out, X, Scale, Shift, Mean, Var, Inner, eps, first, second,
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, channels,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write phi * scale + shift; see `_argument`. Behind an inner map, scale and shift repeat after
-    `channels` sets.
+    """Write phi * scale + shift; see `_argument`. Scale and shift are numbers of each set, behind an
+    inner map of each channel.
     """
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    number = at.sets if Inner is None else at.sets % channels
-    scale, shift = _number(Scale, number, at.valid, 1.0), _number(Shift, number, at.valid, 0.0)
-    argument = _argument(Mean, Var, Inner, at, eps, sets)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    if Inner is None:
+        scale = _number(Scale, at.sets, at.valid, 1.0)
+        shift = _number(Shift, at.sets, at.valid, 0.0)
+    else:
+        scale, shift = _of_set(Scale, at, 1.0, TILE), _of_set(Shift, at, 0.0, TILE)
+    argument = _argument(Mean, Var, Inner, at, eps)
     _over(at, _mapped, (Out, X, argument, (KIND, first, second), scale, shift), (), TILE)
 
 
 @triton.jit
-def _mapped_back(tile, given, sums, TILE: tl.constexpr):
-    GradX, X, Grad, argument, activation, factor = given
-    g = _load(Grad, tile, TILE)
-    y, slope = _phi_of(_load(X, tile, TILE), argument, activation)
-    _store(GradX, tile, g * factor * slope, TILE)
-    return sums[0] + g * y, sums[1] + g
+def _pulled_back(tile, given, sums, TILE: tl.constexpr):
+    GradX, X, Grad, argument, activation, factors = given
+    x, grad = _load(X, tile), _load(Grad, tile)
+    y, slope = _phi_of(x, argument, activation)
+    g = grad * slope * factors[0]
+    if len(factors) == 3:
+        g += x * factors[1] + factors[2]
+    _store(GradX, tile, g)
+    if len(sums) == 2:
+        sums = sums[0] + grad * y, sums[1] + grad
+    return sums
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -156,43 +172,30 @@ def _map_back(
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x, and leave sums of grad * phi and of grad."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    argument = _argument(Mean, Var, None, at, eps, sets)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    argument = _argument(Mean, Var, None, at, eps)
     factor = _number(Scale, at.sets, at.valid, 1.0)
     if len(argument) == 3:
         factor *= argument[1]
-    given = GradX, X, Grad, argument, (KIND, first, second), factor
-    of_scale, of_shift = _over(at, _mapped_back, given, (_zeros(TILE), _zeros(TILE)), TILE)
-    _leave_affine(Sums, at, of_scale, TILE)
-    _leave_affine(Sums + entries, at, of_shift, TILE)
-
-
-@triton.jit
-def _combined(tile, given, sums, TILE: tl.constexpr):
-    GradX, X, Grad, argument, activation, a, b, c = given
-    x, g = _load(X, tile, TILE), _load(Grad, tile, TILE)
-    if len(argument) == 3:
-        _, slope = _phi_of(x, argument, activation)
-        g *= slope
-    _store(GradX, tile, g * a + (x * b + c), TILE)
-    return sums
+    given = GradX, X, Grad, argument, (KIND, first, second), (factor,)
+    zero = _zeros(TILE)
+    _leave_affine(Sums, entries, at, _over(at, _pulled_back, given, (zero, zero), TILE), TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _combine(
     GradX, X, Grad, Table, Inner, Scale, first, second,
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, channels,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write grad * a + x * b + c, by three rows of a table; grad is pulled back through phi and its
     scale where there is an inner map.
     """
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    a, b, c = _rows(Table, 0, 3, sets, at)
-    if Inner is not None:
-        a *= _number(Scale, at.sets % channels, at.valid, 1.0)
-    argument = _argument(None, None, Inner, at, 0.0, sets)
-    _over(at, _combined, (GradX, X, Grad, argument, (KIND, first, second), a, b, c), (), TILE)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    a, b, c = _rows(Table, 0, 3, at)
+    a *= _of_set(Scale, at, 1.0, TILE)
+    argument = _argument(None, None, Inner, at, 0.0)
+    _over(at, _pulled_back, (GradX, X, Grad, argument, (KIND, first, second), (a, b, c)), (), TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -202,54 +205,71 @@ def _moments(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Leave mean and sum of squared deviations of a program's share of each set."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
     mean, squares, _, _ = _mean_and_squares(X, at, TILE)
-    _leave(Parts, sets, at, (mean, squares))
+    _leave(Parts, at, (mean, squares))
 
 
 @triton.jit
 def _products(tile, given, sums, TILE: tl.constexpr):
     X, Grad, mean, argument, activation = given
-    x, grad = _load(X, tile, TILE), _load(Grad, tile, TILE)
-    if len(argument) == 3:
-        y, slope = _phi_of(x, argument, activation)
-        g = grad * slope
-        return sums[0] + g, sums[1] + g * (x - mean), sums[2] + grad * y, sums[3] + grad
-    else:
-        return sums[0] + grad, sums[1] + grad * (x - mean)
+    x, grad = _load(X, tile), _load(Grad, tile)
+    y, slope = _phi_of(x, argument, activation)
+    g = grad * slope
+    products = sums[0] + g, sums[1] + g * (x - mean)
+    if len(sums) == 4:
+        products = products + (sums[2] + grad * y, sums[3] + grad)
+    return products
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _sums(
     Parts, X, Grad, Mean, Inner, Scale, first, second,
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, channels,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     KIND: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Leave sums of grad and of grad * (x - mean) over a program's share of each set. With an inner
     map, that grad is pulled back as in `_combine`; then follow sums of grad * phi and of grad.
     """
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    channel = at.sets % channels
-    mean = _number(Mean, channel, at.valid, 0.0)
-    argument = _argument(None, None, Inner, at, 0.0, sets)
-    given, zero = (X, Grad, mean, argument, (KIND, first, second)), _zeros(TILE)
-    if len(argument) == 3:
-        scale = _number(Scale, channel, at.valid, 1.0)
-        sums = _totals(_over(at, _products, given, (zero, zero, zero, zero), TILE), TILE)
-        _leave(Parts, sets, at, (sums[0] * scale, sums[1] * scale, sums[2], sums[3]))
-    else:
-        _leave(Parts, sets, at, _totals(_over(at, _products, given, (zero, zero), TILE), TILE))
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    mean, scale = _of_set(Mean, at, 0.0, TILE), _of_set(Scale, at, 1.0, TILE)
+    argument = _argument(None, None, Inner, at, 0.0)
+    zero = _zeros(TILE)
+    zeros = (zero, zero) if Inner is None else (zero, zero, zero, zero)
+    sums = _over(at, _products, (X, Grad, mean, argument, (KIND, first, second)), zeros, TILE)
+    sums = _totals(sums, TILE)
+    _leave(Parts, at, (sums[0] * scale, sums[1] * scale) + sums[2:])
 
 
 # Migrated group normalization: what `_GroupAffine` computes, a program a sample and group
 
 
 @triton.jit
-def _group(channels, of_group, BLOCK: tl.constexpr):
-    """Return the channels of a program's group, which there are, and their numbers in tables."""
-    group = tl.program_id(1) * of_group
-    within = tl.arange(0, BLOCK)
-    return group + within, within < of_group, tl.program_id(0) * channels + group + within
+def _group(channels, of_group, splits, share, runs, width, BLOCK: tl.constexpr):
+    """Return the channels of a program's group, their numbers in tables, and the group's."""
+    within = tl.arange(0, BLOCK)[None, :]
+    channel = tl.program_id(1) * of_group + within
+    place = tl.program_id(0) * channels + channel
+    total = tl.num_programs(0) * channels
+    at = _Shared(place, within < of_group, total, splits, share, runs, width)
+    group = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1) + within * 0
+    groups = tl.num_programs(0) * tl.num_programs(1)
+    return channel, at, _Entries(group, at.valid, groups)
+
+
+@triton.jit
+def _constants(Mean, Var, Gain, Weight, SourceEps, channel, at):
+    """Return mean, 1 / std, gain and gamma."""
+    var = _number(Var, channel, at.valid, 1.0)
+    rstd = 1 / tl.sqrt(var + tl.load(SourceEps).to(tl.float32))
+    mean, gain = _number(Mean, channel, at.valid, 0.0), _number(Gain, channel, at.valid, 1.0)
+    return mean, rstd, gain, _number(Weight, channel, at.valid, 1.0)
+
+
+@triton.jit
+def _of_group(at, numbers):
+    """Add up numbers of a group's channels."""
+    return tl.sum(tl.where(at.valid, numbers, 0.0), 1, keep_dims=True)
 
 
 @triton.jit(do_not_specialize=["channels", "of_group", "splits", "runs", "share", "width"])
@@ -257,90 +277,49 @@ def _migrated_table(
     Table, Kept, Parts, Mean, Var, Gain, Weight, Bias, Code, Eps, SourceEps, unit,
     channels, of_group, splits, runs, share, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the moments of a group's channels into scale and shift of x; keep the group's mean and
-    k.
+    """Merge the moments of a group's channels into scale and shift of x; keep the group's mean, k
+    and t.
     """
-    channel, mask, place = _group(channels, of_group, BLOCK)
-    sets = tl.num_programs(0) * channels
-    row_mean = tl.zeros([BLOCK], tl.float32)
-    for s in range(splits):
-        part = tl.minimum((s + 1) * share, runs) - s * share
-        row_mean += tl.load(Parts + s * sets + place, mask=mask, other=0.0) * (part / runs)
-    squares = tl.zeros([BLOCK], tl.float32)
-    for s in range(splits):
-        part = tl.minimum((s + 1) * share, runs) - s * share
-        apart = tl.load(Parts + s * sets + place, mask=mask, other=0.0) - row_mean
-        own = tl.load(Parts + (splits + s) * sets + place, mask=mask, other=0.0)
-        squares += own + apart * apart * (part * width).to(tl.float32)
+    channel, at, group = _group(channels, of_group, splits, share, runs, width, BLOCK)
+    row_mean, squares = _merged(Parts, at, 1)
     row_var = squares / (runs * width).to(tl.float32)
-
+    mean, rstd, gain, gamma = _constants(Mean, Var, Gain, Weight, SourceEps, channel, at)
+    scale = rstd * gain
+    centre = (row_mean - mean) * scale
+    m = _of_group(at, centre) / of_group
+    apart = centre - m
+    v = _of_group(at, row_var * scale * scale + apart * apart) / of_group
     t = tl.load(Code).to(tl.float32) * unit
-    eps, source_eps = tl.load(Eps).to(tl.float32), tl.load(SourceEps).to(tl.float32)
-    gain, gamma = _number(Gain, channel, mask, 1.0), _number(Weight, channel, mask, 1.0)
-    mean, beta = _number(Mean, channel, mask, 0.0), _number(Bias, channel, mask, 0.0)
-    rstd = 1 / tl.sqrt(_number(Var, channel, mask, 1.0) + source_eps)
-    centre = tl.where(mask, (row_mean - mean) * (rstd * gain), 0.0)
-    m = tl.sum(centre, 0) / of_group
-    apart = tl.where(mask, centre - m, 0.0)
-    within = tl.where(mask, row_var * (rstd * gain) * (rstd * gain), 0.0)
-    v = tl.sum(within + apart * apart, 0) / of_group
     # At t = 0 the moments do not count, not even where they overflow
     m, v = tl.where(t > 0, m, 0.0), tl.where(t > 0, v, 1.0)
-    k = 1 / tl.sqrt(1 - t + t * (v + eps))
-    scale = k * gamma
-    tl.store(Table + place, scale * rstd, mask=mask)
-    tl.store(Table + sets + place, beta - scale * (mean * rstd + t * m / gain), mask=mask)
-    group = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    groups = tl.num_programs(0) * tl.num_programs(1)
-    tl.store(Kept + group, m)
-    tl.store(Kept + groups + group, k)
-    tl.store(Kept + 2 * groups + group, t)
-
-
-@triton.jit
-def _of_splits(Parts, ROW: tl.constexpr, splits, sets, place, mask):
-    """Add up the parts that programs left of a sum."""
-    total = place.to(tl.float32) * 0
-    for s in range(splits):
-        total += tl.load(Parts + (ROW * splits + s) * sets + place, mask=mask, other=0.0)
-    return total
+    k = 1 / tl.sqrt(1 - t + t * (v + tl.load(Eps).to(tl.float32)))
+    shift = _number(Bias, channel, at.valid, 0.0) - k * gamma * (mean * rstd + t * m / gain)
+    _keep(Table, 0, at, (k * gamma * rstd, shift))
+    _keep(Kept, 0, group, (m, k, t))
 
 
 @triton.jit(do_not_specialize=["channels", "of_group", "splits", "size"])
 def _migrated_slopes(
     Table, Sums, Kept, Parts, Mean, Var, Gain, Weight, SourceEps,
-    channels, of_group, splits, size, PROXIED: tl.constexpr, BLOCK: tl.constexpr,
+    channels, of_group, splits, size, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the rows of `_combine`, and the sums of grad * x^ and grad; see `_GroupAffine`.
     Behind them, those for a proxy.
     """
-    channel, mask, place = _group(channels, of_group, BLOCK)
-    sets = tl.num_programs(0) * channels
-    sum_g = _of_splits(Parts, 0, splits, sets, place, mask)
-    centred = _of_splits(Parts, 1, splits, sets, place, mask)
-    group = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    groups = tl.num_programs(0) * tl.num_programs(1)
-    m, k = tl.load(Kept + group), tl.load(Kept + groups + group)
-    t = tl.load(Kept + 2 * groups + group)
-    gain, gamma = _number(Gain, channel, mask, 1.0), _number(Weight, channel, mask, 1.0)
-    mean = _number(Mean, channel, mask, 0.0)
-    rstd = 1 / tl.sqrt(_number(Var, channel, mask, 1.0) + tl.load(SourceEps).to(tl.float32))
+    channel, at, group = _group(channels, of_group, splits, 1, 1, size, BLOCK)
+    sums = _collected(Parts, ROWS, at, 1)
+    sum_g = sums[0]
+    m, k, t = _rows(Kept, 0, 3, group)
+    mean, rstd, gain, gamma = _constants(Mean, Var, Gain, Weight, SourceEps, channel, at)
     m = m / gain
-    sum_gx = (centred * rstd - t * m * sum_g) * k
+    sum_gx = (sums[1] * rstd - t * m * sum_g) * k
     total = (of_group * size).to(tl.float32)
-    mean_gx = tl.sum(tl.where(mask, sum_gx * gamma, 0.0), 0) / total
-    mean_g = tl.sum(tl.where(mask, sum_g * gamma / gain, 0.0), 0) / total
+    mean_gx = _of_group(at, sum_gx * gamma) / total
+    mean_g = _of_group(at, sum_g * gamma / gain) / total
     slope = -t * (k * gain) * (k * gain) * mean_gx
     shift = -t * k * gain * mean_g - slope * (mean * rstd + m)
-    tl.store(Table + place, k * gamma * rstd, mask=mask)
-    tl.store(Table + sets + place, slope * rstd * rstd, mask=mask)
-    tl.store(Table + 2 * sets + place, shift * rstd, mask=mask)
-    tl.store(Sums + place, sum_gx, mask=mask)
-    tl.store(Sums + sets + place, sum_g, mask=mask)
-    if PROXIED:
-        for row in tl.static_range(2, 4):
-            total = _of_splits(Parts, row, splits, sets, place, mask)
-            tl.store(Sums + row * sets + place, total, mask=mask)
+    _keep(Table, 0, at, (k * gamma * rstd, slope * rstd * rstd, shift * rstd))
+    _keep(Sums, 0, at, (sum_gx, sum_g) + sums[2:])
 
 
 # The proxy of a proxy-normalized activation: what `ProxyNorm.constants` computes
@@ -348,17 +327,30 @@ def _migrated_slopes(
 
 @triton.jit
 def _proxy(
-    Gamma, Beta, ProxyScale, ProxyBias, Quantiles, channel, mask, samples, BLOCK: tl.constexpr
-):
-    """Return samples of the proxy, one a row, which there are, and what scaled them."""
-    gamma, beta = _number(Gamma, channel, mask, 1.0), _number(Beta, channel, mask, 0.0)
-    wide = 1 + _number(ProxyScale, channel, mask, 0.0)
-    offset = _number(ProxyBias, channel, mask, 0.0)
+    Gamma, Beta, ProxyScale, ProxyBias, Quantiles, channels, samples,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return a program's channels, samples of the proxy, one a row, which there are, and what
+    scaled them.
+    """
+    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    at = _Entries(channel, channel < channels, channels)
+    gamma, beta = _number(Gamma, channel, at.valid, 1.0), _number(Beta, channel, at.valid, 0.0)
+    wide = 1 + _number(ProxyScale, channel, at.valid, 0.0)
+    offset = _number(ProxyBias, channel, at.valid, 0.0)
     sample = tl.arange(0, BLOCK)[:, None]
-    drawn = sample < samples
-    quantile = tl.load(Quantiles + sample, mask=drawn, other=0.0)
+    quantile = _number(Quantiles, sample, sample < samples, 0.0)
     y = quantile * (wide * gamma) + (offset * gamma + beta)
-    return y, drawn & mask, quantile, gamma, wide, offset
+    return at, y, (sample < samples) & at.valid, quantile, gamma, wide, offset
+
+
+@triton.jit
+def _scale(RestoreScale, at, std, DIVIDE: tl.constexpr):
+    """Return the scale of phi at strength 1."""
+    if DIVIDE:
+        return _number(RestoreScale, at.sets, at.valid, 1.0) / std
+    else:
+        return std * 0 + 1
 
 
 @triton.jit(do_not_specialize=["channels", "samples"])
@@ -368,26 +360,17 @@ def _proxy_table(
     KIND: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the scale and shift of phi at strength t, and the proxy's mean and std, and t."""
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = channel < channels
-    y, drawn, _, _, _, _ = _proxy(
-        Gamma, Beta, ProxyScale, ProxyBias, Quantiles, channel, mask, samples, BLOCK
+    at, y, drawn, _, _, _, _ = _proxy(
+        Gamma, Beta, ProxyScale, ProxyBias, Quantiles, channels, samples, BLOCK, WIDTH
     )
     phi, _ = _phi(y, first, second, KIND)
-    phi = tl.where(drawn, phi, 0.0)
-    mean = tl.sum(phi, 0, keep_dims=True) / samples
+    mean = tl.sum(tl.where(drawn, phi, 0.0), 0, keep_dims=True) / samples
     apart = tl.where(drawn, phi - mean, 0.0)
     std = tl.sqrt(tl.sum(apart * apart, 0, keep_dims=True) / samples + eps)
-    scale = mean * 0 + 1
-    if DIVIDE:
-        scale = _number(RestoreScale, channel, mask, 1.0) / std
-    shift = _number(RestoreShift, channel, mask, 0.0) - scale * mean
+    scale = _scale(RestoreScale, at, std, DIVIDE)
+    shift = _number(RestoreShift, at.sets, at.valid, 0.0) - scale * mean
     t = tl.load(Code).to(tl.float32) * unit
-    tl.store(Table + channel, 1 + t * (scale - 1), mask=mask)
-    tl.store(Table + channels + channel, t * shift, mask=mask)
-    tl.store(Table + 2 * channels + channel, mean, mask=mask)
-    tl.store(Table + 3 * channels + channel, std, mask=mask)
-    tl.store(Table + 4 * channels + channel, mean * 0 + t, mask=mask)
+    _keep(Table, 0, at, (1 + t * (scale - 1), t * shift, mean, std, t))
 
 
 @triton.jit(do_not_specialize=["channels", "samples"])
@@ -399,35 +382,25 @@ def _proxy_gradients(
     """Write the gradients of gamma, beta, proxy_scale and proxy_bias, by those of scale and shift.
     Gamma and beta have `More`, by the norm itself.
     """
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    mask = channel < channels
-    y, drawn, quantile, gamma, wide, offset = _proxy(
-        Gamma, Beta, ProxyScale, ProxyBias, Quantiles, channel, mask, samples, BLOCK
+    at, y, drawn, quantile, gamma, wide, offset = _proxy(
+        Gamma, Beta, ProxyScale, ProxyBias, Quantiles, channels, samples, BLOCK, WIDTH
     )
     phi, slope = _phi(y, first, second, KIND)
-    mean = _number(Table + 2 * channels, channel, mask, 0.0)
-    std = _number(Table + 3 * channels, channel, mask, 1.0)
-    t = _number(Table + 4 * channels, channel, mask, 0.0)
-    of_scale = _number(Sums, channel, mask, 0.0)
-    of_shift = _number(Sums + channels, channel, mask, 0.0)
-    scale = mean * 0 + 1
+    mean, std, t = _rows(Table, 2, 3, at)
+    std = tl.where(at.valid, std, 1.0)
+    of_scale, of_shift = _rows(Sums, 0, 2, at)
+    scale = t * _scale(RestoreScale, at, std, DIVIDE)
+    of_phi = -of_shift * scale
     if DIVIDE:
-        scale = _number(RestoreScale, channel, mask, 1.0) / std
-    of_mean = -t * of_shift * scale
-    of_var = mean * 0
-    if DIVIDE:
-        of_var = -t * (of_scale - of_shift * mean) * scale / (2 * std * std)
-    of_y = tl.where(drawn, (of_mean + 2 * of_var * (phi - mean)) * slope / samples, 0.0)
+        of_phi -= (of_scale - of_shift * mean) * scale / (std * std) * (phi - mean)
+    of_y = tl.where(drawn, of_phi * slope / samples, 0.0)
     by_quantile = tl.sum(of_y * quantile, 0, keep_dims=True)
     plain = tl.sum(of_y, 0, keep_dims=True)
     to_gamma, to_beta = by_quantile * wide + plain * offset, plain
     if More is not None:
-        to_gamma += _number(More, channel, mask, 0.0)
-        to_beta += _number(More + channels, channel, mask, 0.0)
-    tl.store(Gradients + channel, to_gamma, mask=mask)
-    tl.store(Gradients + channels + channel, to_beta, mask=mask)
-    tl.store(Gradients + 2 * channels + channel, by_quantile * gamma, mask=mask)
-    tl.store(Gradients + 3 * channels + channel, plain * gamma, mask=mask)
+        more = _rows(More, 0, 2, at)
+        to_gamma, to_beta = to_gamma + more[0], to_beta + more[1]
+    _keep(Gradients, 0, at, (to_gamma, to_beta, by_quantile * gamma, plain * gamma))
 
 
 # From Python
@@ -441,14 +414,15 @@ def _plan(
     if not is_dense(size, stride):
         return None
     channel = channel_dim % len(size)
-    apart = {0, channel} if per_sample else {channel}
+    apart = [0, channel] if per_sample else [channel]
     dims = tuple(d for d in range(len(size)) if d not in apart)
     channels = torch.Size(n if d == channel else 1 for d, n in enumerate(size))
     layout = layout_of(size, stride, dims, channels)
     plan = plan_of(layout.shape, layout.dims, layout.affine, busy)
-    if plan is None or [d for d in layout.order if d in apart] != sorted(apart):
+    in_order = [d for d in layout.order if d in apart] == apart
+    if plan is None or not in_order or plan.tile.along != "sets" or plan.tile.merge != 1:
         return None
-    return plan if plan.tile.along == "sets" and plan.tile.merge == 1 else None
+    return plan
 
 
 def plan_for(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> LaunchPlan | None:
@@ -464,23 +438,23 @@ def _like(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _launch_map(
-    out: Tensor,
     x: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
     plan: LaunchPlan,
     phi: Activation = IDENTITY,
     statistics: tuple[Tensor | None, Tensor | None] = (None, None),
-    inner: tuple[Tensor | None, int] = (None, 1),
+    inner: Tensor | None = None,
     eps: float = 0.0,
-) -> None:
-    """Write phi * scale + shift, by a number of each for a set, or, behind an inner map, which is
-    given with the number of channels, for a channel.
+) -> Tensor:
+    """Return phi * scale + shift, by a number of each for a set, or, behind an inner map, for a
+    channel.
     """
+    out = torch.empty_like(x)
     kind, *numbers = phi
-    table, channels = inner
-    tensors = out, x, scale, shift, *statistics, table
-    ours.launch(_map, plan, *tensors, eps, *numbers, *plan.numbers, channels, kind)
+    tensors = out, x, scale, shift, *statistics, inner
+    ours.launch(_map, plan, *tensors, eps, *numbers, *plan.numbers, kind)
+    return out
 
 
 class ChannelMapOnGPU(torch.autograd.Function):
@@ -497,48 +471,55 @@ class ChannelMapOnGPU(torch.autograd.Function):
         eps: float,
         plan: LaunchPlan,
     ) -> Tensor:
-        out = torch.empty_like(x)
-        _launch_map(out, x, weight, bias, plan, statistics=(mean, var), eps=eps)
-        ctx.save_for_backward(x, mean, var, weight)
-        ctx.eps, ctx.plan = eps, plan
-        return out
+        ctx.save_for_backward(x, mean, var, weight, bias)
+        ctx.eps = eps
+        ctx.plan = plan
+        return _launch_map(x, weight, bias, plan, statistics=(mean, var), eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, var, weight = ctx.saved_tensors
+        x, mean, var, weight, bias = ctx.saved_tensors
+        gradients: Any
         if torch.is_grad_enabled():
-            sums: Any
-            grad_x, sums = _differentiably(x, grads[0], mean, var, weight, ctx.eps)
+            gradients = _differentiably(x, grads[0], mean, var, weight, bias, ctx.eps)
         else:
             tensors = x, grads[0], weight, mean, var
             grad_x, sums = _map_backward(*tensors, ctx.eps, IDENTITY, ctx.plan)
-        return grad_x, None, None, *needed(ctx, 3, sums), None, None
+            gradients = grad_x, *sums
+        return gradients[0], None, None, *needed(ctx, 3, gradients[1:]), None, None
 
 
 def _differentiably(
-    x: Tensor, grad: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Return the gradients of a map of (N, C, *) for a second derivative."""
+    x: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> list[Tensor | None]:
+    """Return the gradients of x, weight and bias for a second derivative, by torch's operation."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    rstd = torch.rsqrt(var.to(exact) + eps)
-    scale = rstd if weight is None else rstd * weight
-    shape = -1, *(1,) * (x.ndim - 2)
-    over = (0, *range(2, x.ndim))
-    centred = (x - mean.to(exact).view(shape)) * rstd.view(shape)
-    sums = (grad * centred).sum(over), grad.to(exact).sum(over)
-    return (grad * scale.view(shape)).to(x.dtype), sums
+    statistics = mean.to(exact), var.to(exact)
+    gamma, beta = (None if value is None else value.to(exact) for value in (weight, bias))
+    out = functional.batch_norm(x, *statistics, gamma, beta, eps=eps)
+    trained = [value is not None and value.requires_grad for value in (x, weight, bias)]
+    leaves: Any = list(compress((x, weight, bias), trained))
+    gradients = iter(torch.autograd.grad(out, leaves, grad.to(out.dtype), create_graph=True))
+    return [next(gradients) if each else None for each in trained]
 
 
 def _map_backward(
     x: Tensor, grad: Tensor, scale: Any, mean: Any, var: Any, eps: float, phi: Any, plan: LaunchPlan
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and those of scale and shift, (2, C)."""
-    grad_x, sums = torch.empty_like(x), ours.room(x, 2, *plan.gradients)
+    grad_x = torch.empty_like(x)
+    sums = ours.room(x, 2, *plan.gradients)
     kind, *numbers = phi
     tensors = grad_x, x, _like(grad, x), scale, sums, mean, var
     arguments = *tensors, eps, *numbers, *plan.numbers, sums.numel() // 2
     ours.launch(_map_back, plan, *arguments, kind)
-    return grad_x, sums.sum(plan.summed)
+    return grad_x, sums.sum((1, 2))
 
 
 class Proxy(NamedTuple):
@@ -554,17 +535,15 @@ class Proxy(NamedTuple):
     # (C,) each
     restore_scale: Tensor | None
     restore_shift: Tensor | None
+    channel_dim: int
 
     def table(self, like: Tensor, channels: int, *parameters: Tensor | None) -> Tensor:
         """Return scale and shift of phi, and what their derivatives take, by gamma, beta,
         proxy_scale and proxy_bias.
         """
-        _, *numbers = self.phi
         table = ours.room(like, 5, channels)
         tensors = table, *parameters, self.restore_scale, self.restore_shift
-        factors = *self.strength, self.eps, *numbers
-        quantiles = _quantiles_on(self.samples, like.device)
-        self._launch(_proxy_table, channels, *tensors, quantiles, *factors)
+        self._launch(_proxy_table, table, tensors, (*self.strength, self.eps))
         return table
 
     def gradients(
@@ -573,51 +552,23 @@ class Proxy(NamedTuple):
         """Return the gradients of the four parameters by `sums`, those of scale and shift; gamma
         and beta have `more`.
         """
-        _, *numbers = self.phi
-        channels = table.shape[1]
-        gradients = ours.room(table, 4, channels)
+        gradients = ours.room(table, 4, table.shape[1])
         tensors = gradients, sums, more, table, *parameters, self.restore_scale
-        quantiles = _quantiles_on(self.samples, table.device)
-        self._launch(_proxy_gradients, channels, *tensors, quantiles, *numbers)
+        self._launch(_proxy_gradients, table, tensors, ())
         return gradients.unbind()
 
-    def _launch(self, kernel: Any, channels: int, *arguments: Any) -> None:
-        sizes = channels, self.samples, self.phi[0], self.divide
+    def _launch(self, kernel: Any, table: Tensor, tensors: Any, numbers: Any) -> None:
+        kind, *of_phi = self.phi
+        channels = table.shape[1]
+        sizes = channels, self.samples, kind, self.divide, triton.next_power_of_2(self.samples)
+        quantiles = _quantiles_on(self.samples, table.device)
         grid = (triton.cdiv(channels, _CHANNELS),)
-        block = triton.next_power_of_2(self.samples)
-        ours.launch_on(kernel, grid, *arguments, *sizes, block, _CHANNELS)
+        ours.launch_on(kernel, grid, *tensors, quantiles, *numbers, *of_phi, *sizes, _CHANNELS)
 
 
 @lru_cache(maxsize=16)
 def _quantiles_on(samples: int, device: torch.device) -> Tensor:
     return _quantiles(samples).to(device)
-
-
-class ProxyActivationOnGPU(torch.autograd.Function):
-    """A proxy-normalized activation, with derivatives by x, gamma, beta, proxy_scale and
-    proxy_bias.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, plan: LaunchPlan, proxy: Proxy, *parameters: Tensor | None
-    ) -> Tensor:
-        out = torch.empty_like(x)
-        table = proxy.table(x, plan.sets, *parameters)
-        _launch_map(out, x, table[0], table[1], plan, proxy.phi)
-        ctx.save_for_backward(x, table, *parameters)
-        ctx.plan = plan
-        ctx.proxy = proxy
-        return out
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, table, *parameters = ctx.saved_tensors
-        phi = ctx.proxy.phi
-        grad_x, sums = _map_backward(x, grads[0], table[0], None, None, 0.0, phi, ctx.plan)
-        gradients = ctx.proxy.gradients(sums, None, table, *parameters)
-        return grad_x, None, None, *needed(ctx, 3, gradients)
 
 
 class Migration(NamedTuple):
@@ -639,21 +590,30 @@ class Migration(NamedTuple):
         """
         samples, channels = x.shape[:2]
         mean, var, gain, source_eps = self.constants
-        plan, groups = self.plan, self.kept.shape[2]
+        plan = self.plan
         rows = 2 if inner is None else 4
-        table, scale, (kind, *numbers) = (None, None, IDENTITY) if inner is None else inner
-        behind = table, scale, *numbers, *plan.numbers, channels, kind
+        table, scale, (kind, *numbers) = inner or (None, None, IDENTITY)
+        behind = table, scale, *numbers, *plan.numbers, kind
+        grad = _like(grad, x)
         parts = ours.room(x, rows, plan.splits, plan.sets)
         ours.launch(_sums, plan, parts, x, grad, mean, *behind)
-        slopes, sums = ours.room(x, 3, plan.sets), ours.room(x, rows, samples, channels)
-        of_group = channels // groups
-        size = x.numel() // (samples * channels)
+        slopes = ours.room(x, 3, plan.sets)
+        sums = ours.room(x, rows, samples, channels)
         tensors = slopes, sums, self.kept, parts, mean, var, gain, weight, source_eps
-        sizes = channels, of_group, plan.splits, size, rows == 4, triton.next_power_of_2(of_group)
-        ours.launch_on(_migrated_slopes, (samples, groups), *tensors, *sizes)
+        size = x.numel() // (samples * channels)
+        _launch_of_groups(_migrated_slopes, x, self.kept, tensors, (plan.splits, size, rows))
         grad_x = torch.empty_like(x)
         ours.launch(_combine, plan, grad_x, x, grad, slopes, *behind)
         return grad_x, sums.sum(1)
+
+
+def _launch_of_groups(kernel: Any, x: Tensor, kept: Tensor, tensors: Any, sizes: Any) -> None:
+    """Launch a program for each sample and group."""
+    _, samples, groups = kept.shape
+    channels = x.shape[1]
+    of_group = channels // groups
+    block = triton.next_power_of_2(of_group)
+    ours.launch_on(kernel, (samples, groups), *tensors, channels, of_group, *sizes, block)
 
 
 def migrate(
@@ -667,15 +627,14 @@ def migrate(
     if plan is None:
         return None
     weight, bias, mean, var, gain, eps, source_eps = given
-    samples, channels = x.shape[:2]
     parts = ours.room(x, 2, plan.splits, plan.sets)
     ours.launch(_moments, plan, parts, x, *plan.numbers)
-    table, kept = ours.room(x, 2, plan.sets), ours.room(x, 3, samples, num_groups)
-    of_group = channels // num_groups
+    table = ours.room(x, 2, plan.sets)
+    kept = ours.room(x, 3, len(x), num_groups)
     tensors = table, kept, parts, mean, var, gain, weight, bias
     factors = strength.source, eps, source_eps, strength.unit
-    sizes = channels, of_group, plan.splits, *plan.shares, triton.next_power_of_2(of_group)
-    ours.launch_on(_migrated_table, (samples, num_groups), *tensors, *factors, *sizes)
+    sizes = plan.splits, *plan.shares
+    _launch_of_groups(_migrated_table, x, kept, (*tensors, *factors), sizes)
     return Migration(plan, (mean, var, gain, source_eps), table, kept)
 
 
@@ -686,21 +645,20 @@ class MigratedNormOnGPU(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, migration: Migration
     ) -> Tensor:
-        out = torch.empty_like(x)
-        _launch_map(out, x, migration.table[0], migration.table[1], migration.plan)
         ctx.save_for_backward(x, weight)
         ctx.migration = migration
         # For a `ProxyNorm` that finds this node behind its input
         ctx.affine = weight, bias
         ctx.source = TensorWeakRef(x)
         ctx.version = x._version
-        return out
+        scale, shift = migration.table
+        return _launch_map(x, scale, shift, migration.plan)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad_x, sums = ctx.migration.gradients(x, _like(grads[0], x), weight)
+        grad_x, sums = ctx.migration.gradients(x, grads[0], weight)
         return grad_x, *needed(ctx, 1, sums.unbind()), None
 
 
@@ -720,42 +678,44 @@ def input_of(y: Tensor, *affine: Tensor | None) -> tuple[Tensor, Migration] | No
     return x, node.migration
 
 
-class ProxiedNormOnGPU(torch.autograd.Function):
-    """`migrated_group_norm` and the proxy-normalized activation behind it at once, with derivatives
-    by x, gamma, beta, proxy_scale and proxy_bias. Where the norm has written its output `y`, that is
-    read, by a plan for its channels.
+class ProxyActivationOnGPU(torch.autograd.Function):
+    """A proxy-normalized activation, with derivatives by x, gamma, beta, proxy_scale and
+    proxy_bias.
+
+    With a migration, `x` is the input of the `migrated_group_norm` before the activation, whose
+    output is `y` if the norm has written it. The plan is of what is read: `y`, else `x`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        y: tuple[Tensor, LaunchPlan] | None,
-        migration: Migration,
+        y: Tensor | None,
+        plan: LaunchPlan,
+        migration: Migration | None,
         proxy: Proxy,
         *parameters: Tensor | None,
     ) -> Tensor:
-        channels = x.shape[1]
-        out = torch.empty_like(x)
-        table = proxy.table(x, channels, *parameters)
-        scale, shift = table[:2].unbind()
-        if y is None:
-            plan = migration.plan
-            inner = migration.table, channels
-            _launch_map(out, x, scale, shift, plan, proxy.phi, inner=inner)
-        else:
-            output, plan = y
-            _launch_map(out, output, scale, shift, plan, proxy.phi)
+        table = proxy.table(x, x.shape[proxy.channel_dim], *parameters)
         ctx.save_for_backward(x, table, *parameters)
+        ctx.plan = plan
         ctx.migration = migration
         ctx.proxy = proxy
-        return out
+        inner = migration.table if migration is not None and y is None else None
+        source = x if y is None else y
+        return _launch_map(source, table[0], table[1], plan, proxy.phi, inner=inner)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, table, *parameters = ctx.saved_tensors
-        inner = ctx.migration.table, table[0], ctx.proxy.phi
-        grad_x, sums = ctx.migration.gradients(x, _like(grads[0], x), parameters[0], inner)
-        gradients = ctx.proxy.gradients(sums[2:], sums, table, *parameters)
-        return grad_x, None, None, None, *needed(ctx, 4, gradients)
+        phi = ctx.proxy.phi
+        if ctx.migration is None:
+            of_norm = None
+            grad_x, sums = _map_backward(x, grads[0], table[0], None, None, 0.0, phi, ctx.plan)
+        else:
+            inner = ctx.migration.table, table[0], phi
+            grad_x, of_norm = ctx.migration.gradients(x, grads[0], parameters[0], inner)
+            sums = of_norm[2:]
+        gradients = ctx.proxy.gradients(sums, of_norm, table, *parameters)
+        return grad_x, None, None, None, None, *needed(ctx, 5, gradients)

@@ -2,7 +2,7 @@
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 
@@ -33,13 +33,13 @@ class Tile(NamedTuple):
     merge: int
     # what gamma and beta change along: sets, runs or lanes
     along: str
-    # divides lanes and strides, which are given in units of it
-    unit: int
     # whether a tile has all lanes of its runs; whether it has all elements of its sets
     narrow: bool
     single: bool
     # whether every tile is full
     even: bool
+    # divides lanes and strides, which are given in units of it
+    unit: int = 1
 
 
 class LaunchPlan(NamedTuple):
@@ -51,13 +51,10 @@ class LaunchPlan(NamedTuple):
     tasks: int
     splits: int
     sets: int
-    # shape of one number a set
-    kept: tuple[int, ...]
     # what kernels take of strides and sizes
     numbers: tuple[int, ...]
-    # shape of the partial sums for one parameter, and its dimensions that are summed
-    gradients: tuple[int, ...]
-    summed: tuple[int, ...]
+    # shape of the partial sums for one parameter: those of a gamma lie along the first two
+    gradients: tuple[int, int, int]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -90,14 +87,14 @@ def plan_of(
         return None
     along = _along(geometry)
     if geometry.columns:
-        return None if along == "lanes" else _columns(shape, dims, geometry, along, processors)
+        return _columns(geometry, along, processors)
     lanes = geometry.lane.size
     if along == "lanes" and lanes > LARGEST:
         return None
     in_rows = along == "sets" or (along == "lanes" and not geometry.inner.affine)
     if geometry.runs.size == 1 and lanes <= LARGEST and in_rows:
-        return _rows(shape, dims, geometry, along)
-    return _stretches(shape, dims, geometry, along, processors)
+        return _rows(geometry, along)
+    return _stretches(geometry, along, processors)
 
 
 def _geometry(
@@ -118,10 +115,6 @@ def _along(geometry: Geometry) -> str:
     return "sets"
 
 
-def _kept(shape: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(1 if d in dims else n for d, n in enumerate(shape))
-
-
 def _shares(runs: int, rows: int, tiles: int, tasks: int, processors: int) -> tuple[int, int]:
     """Return the runs that each program takes of a set, and how many programs share one; `tiles`
     hold the lanes of some `rows` runs.
@@ -132,71 +125,74 @@ def _shares(runs: int, rows: int, tiles: int, tasks: int, processors: int) -> tu
     return share, math.ceil(runs / share)
 
 
-def _columns(
-    shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, along: str, processors: int
-) -> LaunchPlan:
-    lanes, runs = geometry.lane.size, geometry.runs.size
-    outer, merge = geometry.outer.size, geometry.share
-    cols = max(min(_power(lanes), COLUMNS), merge)
-    rows = max(1, TILE // cols)
-    blocks = math.ceil(lanes / cols)
-    tasks = outer * blocks
-    share, splits = _shares(runs, rows, 1, tasks, processors)
-    unit = math.gcd(_VECTOR, lanes, geometry.runs.stride, geometry.outer.stride)
-    even = lanes % cols == 0 and runs % rows == 0
-    tile = Tile("columns", rows, cols, merge, along, unit, True, runs <= rows, even)
-    stride = geometry.runs.stride // unit
-    numbers = geometry.outer.stride // unit, blocks, 0, stride, lanes // unit, runs, share, 0
-    gradients: Any = (tasks, runs) if along == "runs" else (outer * splits, lanes)
-    sets = outer * lanes // merge
-    kept = _kept(shape, dims)
-    return LaunchPlan(tile, 4, tasks, splits, sets, kept, (*numbers, sets), gradients, (1,))
+def _columns(geometry: Geometry, along: str, processors: int) -> LaunchPlan:
+    outer, runs, lane = geometry.outer, geometry.runs, geometry.lane
+    cols = max(min(_power(lane.size), COLUMNS), geometry.share)
+    rows = min(_power(runs.size), max(1, TILE // cols))
+    blocks = math.ceil(lane.size / cols)
+    tasks = outer.size * blocks
+    share, splits = _shares(runs.size, rows, 1, tasks, processors)
+    even = lane.size % cols == 0 and runs.size % rows == 0
+    tile = Tile("columns", rows, cols, geometry.share, along, True, runs.size <= rows, even)
+    strides = outer.stride, 0, runs.stride, lane.size
+    sets = outer.size * lane.size // geometry.share
+    numbers = blocks, runs.size, share, 0, sets
+    left = tasks * runs.size if along == "runs" else outer.size * splits * lane.size
+    return _launch(tile, 4, tasks, splits, strides, numbers, left, geometry.affine_size)
 
 
-def _rows(
-    shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, along: str
-) -> LaunchPlan:
+def _rows(geometry: Geometry, along: str) -> LaunchPlan:
     lanes = geometry.lane.size
     sets = geometry.outer.size * geometry.inner.size
     cols = _power(lanes)
     rows = max(1, min(_power(sets), 2 * TILE // cols))
     tasks = math.ceil(sets / rows)
-    unit = math.gcd(_VECTOR, lanes)
     even = lanes == cols and sets % rows == 0
-    tile = Tile("rows", rows, cols, 1, along, unit, True, True, even)
-    # The number of a set's gamma, which repeats with `inner`
-    inner = geometry.inner.size if geometry.inner.affine else 1
-    numbers = 0, inner, 0, lanes // unit, lanes // unit, sets, sets, 0
-    gradients = (sets // inner, inner) if along == "sets" else (tasks, lanes)
+    tile = Tile("rows", rows, cols, 1, along, True, True, even)
+    # The number of a set's gamma repeats after so many
+    repeat = geometry.inner.size if geometry.inner.affine else 1
+    strides = rows * lanes, 0, lanes, lanes
+    numbers = 1, sets, sets, repeat, sets
     warps = max(1, min(8, rows * cols // 512))
-    kept = _kept(shape, dims)
-    return LaunchPlan(tile, warps, tasks, 1, sets, kept, (*numbers, sets), gradients, (1,))
+    left = sets if along == "sets" else tasks * lanes
+    return _launch(tile, warps, tasks, 1, strides, numbers, left, geometry.affine_size)
 
 
-def _stretches(
-    shape: tuple[int, ...], dims: tuple[int, ...], geometry: Geometry, along: str, processors: int
-) -> LaunchPlan:
-    lanes, runs = geometry.lane.size, geometry.runs.size
-    tasks = geometry.outer.size * geometry.inner.size
-    whole = _power(lanes) * _power(runs) <= LARGEST
+def _stretches(geometry: Geometry, along: str, processors: int) -> LaunchPlan:
+    outer, inner, runs, lanes = geometry.outer, geometry.inner, geometry.runs, geometry.lane.size
+    tasks = outer.size * inner.size
+    whole = _power(lanes) * _power(runs.size) <= LARGEST
     cols = _power(lanes) if whole or along == "lanes" else min(_power(lanes), TILE)
-    rows = _power(runs) if whole else max(1, TILE // cols)
-    tiles = math.ceil(lanes / cols)
-    share, splits = _shares(runs, rows, tiles, tasks, processors)
-    strides = geometry.runs.stride, geometry.inner.stride, geometry.outer.stride
-    unit = math.gcd(_VECTOR, lanes, *strides)
-    narrow, even = lanes <= cols, lanes % cols == 0 and runs % rows == 0
-    tile = Tile("stretches", rows, cols, 1, along, unit, narrow, narrow and runs <= rows, even)
-    outer_stride, inner_stride = geometry.outer.stride // unit, geometry.inner.stride // unit
-    stride, inner = geometry.runs.stride // unit, geometry.inner.size
-    places = outer_stride, inner, inner_stride, stride
-    numbers = *places, lanes // unit, runs, share, geometry.inner.affine
-    gradients = {
-        "runs": (geometry.outer.size, inner * runs),
-        "lanes": (geometry.outer.size, inner, splits, lanes),
-        "sets": (geometry.outer.size, inner, splits),
-    }[along]
-    summed = (1,) if along == "runs" else (1, 3)
+    rows = _power(runs.size) if whole else max(1, TILE // cols)
+    share, splits = _shares(runs.size, rows, math.ceil(lanes / cols), tasks, processors)
+    narrow = lanes <= cols
+    even = lanes % cols == 0 and runs.size % rows == 0
+    tile = Tile("stretches", rows, cols, 1, along, narrow, narrow and runs.size <= rows, even)
+    strides = outer.stride, inner.stride, runs.stride, lanes
+    numbers = inner.size, runs.size, share, inner.affine, tasks
     warps = max(4, min(8, rows * cols // 512))
-    kept = _kept(shape, dims)
-    return LaunchPlan(tile, warps, tasks, splits, tasks, kept, (*numbers, tasks), gradients, summed)
+    left = {"runs": tasks * runs.size, "lanes": tasks * splits * lanes, "sets": tasks * splits}
+    return _launch(tile, warps, tasks, splits, strides, numbers, left[along], geometry.affine_size)
+
+
+def _launch(
+    tile: Tile,
+    warps: int,
+    tasks: int,
+    splits: int,
+    strides: tuple[int, int, int, int],
+    numbers: tuple[int, int, int, int, int],
+    left: int,
+    affine: int,
+) -> LaunchPlan:
+    """Return the plan by strides of the outer loop, the inner one and the runs, and the lanes; and,
+    in the kernels' order, by the other numbers. Programs leave so many sums for a parameter.
+    """
+    unit = math.gcd(_VECTOR, *strides)
+    outer, inner, run, lanes = (stride // unit for stride in strides)
+    ordered = outer, numbers[0], inner, run, lanes, *numbers[1:]
+    shared = 1 if tile.along == "runs" else splits
+    gradients = shared, left // (shared * affine), affine
+    return LaunchPlan(
+        tile._replace(unit=unit), warps, tasks, splits, numbers[-1], ordered, gradients
+    )

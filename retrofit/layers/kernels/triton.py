@@ -41,8 +41,8 @@ OLDEST = 3, 5
 # A thread's, at most, so that two programs of 8 warps fit a processor
 REGISTERS = 128
 
-# Partial sums that the last program adds up at a time
-_SHARES = tl.constexpr(16)
+# Parts of others that the last program loads at a time
+_LOADS = tl.constexpr(16)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 _LOG_STRETCH, _MIN_CURVATURE, _TINY = map(tl.constexpr, (LOG_STRETCH, MIN_CURVATURE, TINY))
@@ -53,8 +53,8 @@ _SMALL_POWER, _SMALL = tl.constexpr(0.5), tl.constexpr(0.2)
 
 # Rows of the table that the forward pass leaves: the first four as in `eager.FIELDS`
 _MEAN, _VAR, _RSTD, _STEP = map(tl.constexpr, range(4))
-# Derivatives of the step by its moments and by v; t, and the noise's scale
-_SLOPES, _T, _SPREAD = map(tl.constexpr, (4, 9, 10))
+# Derivatives of the step by its moments and by v; the factors of the step and of the noise
+_SLOPES, _STRENGTH, _AMOUNT = map(tl.constexpr, (4, 9, 10))
 # Of a stage for a later one: the extremes, and the mean of what gets noise
 _BOUNDS, _CENTRE = map(tl.constexpr, (11, 13))
 # Then, of the backward pass: the factors of `_tendencies`, of 1 and of h in the gradient of x
@@ -82,36 +82,29 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr):
 
 
 @triton.jit
+def _instruction(x, NAME: tl.constexpr):
+    """Apply one instruction of a GPU."""
+    return tl.inline_asm_elementwise(
+        NAME + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _log2(x):
     """One instruction, with an absolute error of 2^-22 beside 1."""
-    if _INTERPRETED:
-        return tl.log2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+    return tl.log2(x) if _INTERPRETED else _instruction(x, "lg2")
 
 
 @triton.jit
 def _exp2(x):
     """One instruction, with a relative error of 2^-22; 1 at 0."""
-    if _INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+    return tl.exp2(x) if _INTERPRETED else _instruction(x, "ex2")
 
 
 @triton.jit
 def _reciprocal(x):
     """One instruction, with a relative error of 2^-23."""
-    if _INTERPRETED:
-        return 1 / x
-    else:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+    return 1 / x if _INTERPRETED else _instruction(x, "rcp")
 
 
 @triton.jit
@@ -264,136 +257,139 @@ def _first_step(m1, m2, m3, m45, v, low, high):
 # Where elements lie
 
 
+class _Entries(NamedTuple):
+    """Numbers in a table: which of a row, whether they are there, and how many a row has."""
+
+    sets: Any
+    valid: Any
+    total: Any
+
+
+class _Shared(NamedTuple):
+    """`_Entries` of which several programs have left parts, or means over a share of some runs."""
+
+    sets: Any
+    valid: Any
+    total: Any
+    # how many parts there are
+    splits: Any
+    # runs of a set, of a program, and elements of a run
+    share: Any
+    runs: Any
+    width: Any
+
+
 class _Place(NamedTuple):
-    """What a program works on."""
+    """What a program works on; see `_Shared`."""
 
     # offset of its first run
     base: Any
     # numbers of the lanes within their run, and whether they are there
     lane: Any
     held: Any
-    # numbers of sets in tables, and whether they are there; both broadcast to a tile
+    # numbers of sets in tables, and whether they are there; both broadcast to a tile; and how many
+    # sets tables have
     sets: Any
     valid: Any
+    total: Any
     # first gamma of its sets
     parameter: Any
-    # its runs, and the distance from run to run
+    # its runs, those that each program has of a set's, and the distance from run to run
     start: Any
     stop: Any
+    share: Any
+    runs: Any
     stride: Any
     lanes: Any
     # elements of a set: all, and those that a run has
     count: Any
     width: Any
-    # number of the block of runs that its sets lie in
-    outer: Any
-
-
-@triton.jit
-def _in_rows(inner, lanes, runs, TILE: tl.constexpr):
-    task = tl.program_id(0)
-    run = tl.arange(0, TILE.rows)[:, None]
-    lane = tl.arange(0, TILE.cols)[None, :]
-    stop = runs - task * TILE.rows
-    sets = task * TILE.rows + run
-    base = task.to(tl.int64) * TILE.rows * lanes
-    parameter = sets % inner if TILE.along == "sets" else task * 0
-    return _Place(
-        base, lane, lane < lanes, sets, run < stop, parameter, task * 0, stop, lanes, lanes, lanes,
-        lanes, task,
-    )  # fmt: skip
-
-
-@triton.jit
-def _in_columns(outer_stride, inner, stride, lanes, runs, share, TILE: tl.constexpr):
-    task = tl.program_id(0)
-    outer = task // inner
-    base = outer.to(tl.int64) * outer_stride
-    lane = task % inner * TILE.cols + tl.arange(0, TILE.cols)[None, :]
-    held = lane < lanes
-    sets = (outer * lanes + lane) // TILE.merge
-    start = tl.program_id(1) * share
-    stop = tl.minimum(start + share, runs)
-    return _Place(
-        base, lane, held, sets, held, task * 0, start, stop, stride, lanes, runs * TILE.merge,
-        TILE.merge, outer,
-    )  # fmt: skip
-
-
-@triton.jit
-def _in_stretches(
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE: tl.constexpr
-):
-    task = tl.program_id(0)
-    outer, place = task // inner, task % inner
-    base = outer.to(tl.int64) * outer_stride + place.to(tl.int64) * inner_stride
-    lane = tl.arange(0, TILE.cols)[None, :]
-    sets = tl.zeros([1, 1], tl.int32) + task
-    start = tl.program_id(1) * share
-    stop = tl.minimum(start + share, runs)
-    return _Place(
-        base, lane, lane < lanes, sets, sets >= 0, place * by_inner, start, stop, stride, lanes,
-        runs * lanes, lanes, outer,
-    )  # fmt: skip
+    # programs that share a set
+    splits: Any
+    # number of the block of lanes that it leaves sums for
+    block: Any
 
 
 @triton.jit
 def _place(
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE: tl.constexpr
-):
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, total,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """Return what this program works on."""
-    outer_stride, inner_stride = outer_stride * TILE.unit, inner_stride * TILE.unit
     lanes, stride = lanes * TILE.unit, stride * TILE.unit
+    task = tl.program_id(0)
+    outer = task
+    if TILE.way != "rows":
+        outer, inner = task // inner, task % inner
+    base = outer.to(tl.int64) * (outer_stride * TILE.unit)
+    if TILE.way == "stretches":
+        base += inner.to(tl.int64) * (inner_stride * TILE.unit)
+    lane = tl.arange(0, TILE.cols)[None, :]
+    start = 0 if TILE.single else tl.program_id(1) * share
+    stop = tl.minimum(start + share, runs)
+    parameter = inner * by_inner
     if TILE.way == "rows":
-        return _in_rows(inner, lanes, runs, TILE)
+        run = tl.arange(0, TILE.rows)[:, None]
+        sets = task * TILE.rows + run
+        stop = runs - task * TILE.rows
+        valid = run < stop
+        parameter = sets % by_inner if TILE.along == "sets" else task * 0
+        count, width = lanes, lanes
     elif TILE.way == "columns":
-        return _in_columns(outer_stride, inner, stride, lanes, runs, share, TILE)
+        lane += inner * TILE.cols
+        sets = (outer * lanes + lane) // TILE.merge
+        valid = lane < lanes
+        count, width = runs * TILE.merge, TILE.merge
+        task = outer
     else:
-        return _in_stretches(
-            outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE
-        )
+        sets = tl.zeros([1, 1], tl.int32) + task
+        valid = sets >= 0
+        count, width = runs * lanes, lanes
+    return _Place(
+        base, lane, lane < lanes, sets, valid, total, parameter, start, stop, share, runs,
+        stride, lanes, count, width, tl.num_programs(1), task,
+    )  # fmt: skip
+
+
+class _Elements(NamedTuple):
+    """A tile: where it starts, offsets from there, which elements there are, and the numbers of
+    their gammas.
+    """
+
+    start: Any
+    offset: Any
+    there: Any
+    parameter: Any
 
 
 @triton.jit
 def _elements(at, r, first, TILE: tl.constexpr):
-    """Return of a tile: where it starts, offsets from there, which elements there are, and the
-    numbers of its gammas.
-    """
     run = r + tl.arange(0, TILE.rows)[:, None]
     start = at.base + r * at.stride.to(tl.int64) + first
     offset = (run - r) * at.stride + at.lane
-    mask = (run < at.stop) & (at.lane + first < at.lanes)
+    if TILE.even:
+        there = _zeros(TILE) == 0
+    else:
+        there = (run < at.stop) & (at.lane + first < at.lanes)
     parameter = at.parameter + (run if TILE.along == "runs" else first + at.lane)
-    return start, offset, mask, parameter
+    return _Elements(start, offset, there, parameter)
 
 
 @triton.jit
-def _load(P, tile, TILE: tl.constexpr):
+def _load(P, tile):
     """Load a tile, 0 beyond the end of its sets."""
-    if TILE.even:
-        return tl.load(P + tile[0] + tile[1]).to(tl.float32)
-    else:
-        return tl.load(P + tile[0] + tile[1], mask=tile[2], other=0.0).to(tl.float32)
+    return tl.load(P + tile.start + tile.offset, mask=tile.there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(P, tile, value, TILE: tl.constexpr):
-    value = value.to(P.dtype.element_ty)
-    if TILE.even:
-        tl.store(P + tile[0] + tile[1], value)
-    else:
-        tl.store(P + tile[0] + tile[1], value, mask=tile[2])
+def _store(P, tile, value):
+    tl.store(P + tile.start + tile.offset, value.to(P.dtype.element_ty), mask=tile.there)
 
 
 @triton.jit
-def _kept(value, tile, instead, TILE: tl.constexpr):
-    return value if TILE.even else tl.where(tile[2], value, instead)
-
-
-@triton.jit
-def _standard(X, tile, mean, rstd, TILE: tl.constexpr):
+def _standard(X, tile, mean, rstd):
     """Load and standardize a tile; 0 beyond the end of its sets."""
-    return (_kept(_load(X, tile, TILE), tile, mean, TILE) - mean) * rstd
+    return (tl.where(tile.there, _load(X, tile), mean) - mean) * rstd
 
 
 # The skeleton: a formula takes a tile, what it needs beside, and the sums up to there, and returns
@@ -401,34 +397,27 @@ def _standard(X, tile, mean, rstd, TILE: tl.constexpr):
 
 
 @triton.jit
-def _over(at, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr):
-    """Go through a program's elements."""
-    begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-    for r in range(begin, end, TILE.rows):
-        sums = _over_lanes(at, r, FORMULA, given, sums, TILE)
-    return sums
-
-
-@triton.jit
-def _over_lanes(at, r, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr):
+def _over(at, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr, AFTER: tl.constexpr = None):
+    """Go through a program's elements; `AFTER` takes the sums behind each tile's runs."""
+    end = TILE.rows if TILE.single else at.stop
     lanes = TILE.cols if TILE.narrow else at.lanes
-    for first in range(0, lanes, TILE.cols):
-        sums = FORMULA(_elements(at, r, first, TILE), given, sums, TILE)
+    for r in range(at.start, end, TILE.rows):
+        for first in range(0, lanes, TILE.cols):
+            sums = FORMULA(_elements(at, r, first, TILE), given, sums, TILE)
+        if AFTER is not None:
+            sums = AFTER(at, r, given, sums, TILE)
     return sums
 
 
 @triton.jit
 def _over_by_power(
-    at, OVER: tl.constexpr, FORMULA: tl.constexpr, given, power, sums, TILE: tl.constexpr
+    at, FORMULA: tl.constexpr, given, power, sums, TILE: tl.constexpr, AFTER: tl.constexpr = None
 ):
     """Go through a program's elements with a power, where no p is near 0 without its series."""
-    # Apart, for the first is decided when this is compiled
-    if TILE.single:  # noqa: SIM114
-        sums = OVER(at, FORMULA, given + (power,), sums, TILE)
-    elif tl.max(power[5]) > 0:
-        sums = OVER(at, FORMULA, given + (power,), sums, TILE)
+    if TILE.single or tl.max(power[5]) > 0:
+        sums = _over(at, FORMULA, given + (power,), sums, TILE, AFTER)
     else:
-        sums = OVER(at, FORMULA, given + (power[:4],), sums, TILE)
+        sums = _over(at, FORMULA, given + (power[:4],), sums, TILE, AFTER)
     return sums
 
 
@@ -450,55 +439,47 @@ def _zeros(TILE: tl.constexpr):
 
 
 @triton.jit
-def _of_lanes(lanes, LARGEST: tl.constexpr, TILE: tl.constexpr):
-    """Sum over the lanes of each set of columns, or return the largest."""
-    if TILE.merge == 1:
-        return lanes
-    else:
+def _of_sets(tile, REDUCE: tl.constexpr, TILE: tl.constexpr):
+    """Reduce to a number for each set, by their sum or the largest."""
+    if TILE.way != "columns":
+        tile = REDUCE(tile, 1, keep_dims=True)
+    if TILE.way != "rows":
+        tile = REDUCE(tile, 0, keep_dims=True)
+    if TILE.merge > 1:
         COLS: tl.constexpr = TILE.cols
         MERGE: tl.constexpr = TILE.merge
-        merged = tl.reshape(lanes, [COLS // MERGE, MERGE])
-        of_sets = tl.max(merged, 1) if LARGEST else tl.sum(merged, 1)
-        wide = tl.broadcast_to(of_sets[:, None], [COLS // MERGE, MERGE])
-        return tl.reshape(wide, [1, COLS])
-
-
-@triton.jit
-def _of_sets(tile, LARGEST: tl.constexpr, TILE: tl.constexpr):
-    """Sum over the elements of each set, or return the largest."""
-    if TILE.way != "columns":
-        tile = tl.max(tile, 1, keep_dims=True) if LARGEST else tl.sum(tile, 1, keep_dims=True)
-    if TILE.way != "rows":
-        tile = tl.max(tile, 0, keep_dims=True) if LARGEST else tl.sum(tile, 0, keep_dims=True)
-    return _of_lanes(tile, LARGEST, TILE)
+        # The lanes of a set
+        merged = REDUCE(tl.reshape(tile, [COLS // MERGE, MERGE]), 1, keep_dims=True)
+        tile = tl.reshape(tl.broadcast_to(merged, [COLS // MERGE, MERGE]), [1, COLS])
+    return tile
 
 
 @triton.jit
 def _totals(sums, TILE: tl.constexpr):
     totals = ()
     for k in tl.static_range(len(sums)):
-        totals = totals + (_of_sets(sums[k], False, TILE),)
+        totals = totals + (_of_sets(sums[k], tl.sum, TILE),)
     return totals
 
 
 @triton.jit
-def _keep(Table, FIELD: tl.constexpr, sets, at, values):
+def _keep(Table, FIELD: tl.constexpr, at, values):
     """Store numbers of each set, in rows of a table from `FIELD` on."""
     for k in tl.static_range(len(values)):
-        tl.store(Table + (FIELD + k) * sets + at.sets, values[k], mask=at.valid)
+        tl.store(Table + (FIELD + k) * at.total + at.sets, values[k], mask=at.valid)
 
 
 @triton.jit
-def _row(Table, FIELD: tl.constexpr, sets, at):
-    return tl.load(Table + FIELD * sets + at.sets, mask=at.valid, other=0.0)
+def _row(Table, FIELD: tl.constexpr, at):
+    return tl.load(Table + FIELD * at.total + at.sets, mask=at.valid, other=0.0)
 
 
 @triton.jit
-def _rows(Table, FIELD: tl.constexpr, COUNT: tl.constexpr, sets, at):
+def _rows(Table, FIELD: tl.constexpr, COUNT: tl.constexpr, at):
     """Load numbers of each set."""
     rows = ()
     for k in tl.static_range(COUNT):
-        rows = rows + (_row(Table, FIELD + k, sets, at),)
+        rows = rows + (_row(Table, FIELD + k, at),)
     return rows
 
 
@@ -506,79 +487,74 @@ def _rows(Table, FIELD: tl.constexpr, COUNT: tl.constexpr, sets, at):
 
 
 @triton.jit
-def _leave(Parts, sets, at, values):
+def _leave(Parts, at, values):
     for k in tl.static_range(len(values)):
-        part = (k * tl.num_programs(1) + tl.program_id(1)) * sets
+        part = (k * at.splits + tl.program_id(1)) * at.total
         tl.store(Parts + part + at.sets, values[k], mask=at.valid)
 
 
 @triton.jit
-def _is_last(Table, sets):
+def _is_last(Table, at):
     """Whether the other programs that share this one's sets have left their parts, which programs
     count behind the table.
     """
     # All threads' parts are written before one thread counts the program
     tl.debug_barrier()
-    counter = Table + _FIELDS * sets + tl.program_id(0)
-    last = tl.atomic_add(counter, 1.0) == tl.num_programs(1) - 1
+    counter = Table + _FIELDS * at.total + tl.program_id(0)
+    last = tl.atomic_add(counter, 1.0) == at.splits - 1
     # For the next launch
     tl.store(counter, 0.0, mask=last)
     return last
 
 
 @triton.jit
-def _parts(Parts, K: tl.constexpr, first, sets, at):
+def _parts(Parts, K: tl.constexpr, first, at, LOADS: tl.constexpr):
     """Load some programs' parts, which other processors have just written."""
-    share = first + tl.arange(0, _SHARES)[:, None]
-    there = (share < tl.num_programs(1)) & at.valid
-    offset = (K * tl.num_programs(1) + share) * sets + at.sets
-    return tl.load(Parts + offset, mask=there, other=0.0, cache_modifier=".cg"), share
+    share = first + tl.arange(0, LOADS)[:, None]
+    there = (share < at.splits) & at.valid
+    offset = (K * at.splits + share) * at.total + at.sets
+    return tl.load(Parts + offset, mask=there, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _collect(Parts, K: tl.constexpr, LARGEST: tl.constexpr, sets, at):
+def _collect(Parts, K: tl.constexpr, REDUCE: tl.constexpr, at, LOADS: tl.constexpr = _LOADS):
     """Add up all programs' parts, in their order, or return the largest."""
-    part, _ = _parts(Parts, K, 0, sets, at)
-    for first in range(_SHARES, tl.num_programs(1), _SHARES):
-        more, _ = _parts(Parts, K, first, sets, at)
-        part = tl.maximum(part, more) if LARGEST else part + more
-    if LARGEST:
-        return tl.max(part, 0, keep_dims=True)
-    else:
-        return tl.sum(part, 0, keep_dims=True)
+    part = _parts(Parts, K, 0, at, LOADS)
+    for first in range(LOADS, at.splits, LOADS):
+        more = _parts(Parts, K, first, at, LOADS)
+        part = tl.maximum(part, more) if REDUCE is tl.max else part + more
+    return REDUCE(part, 0, keep_dims=True)
 
 
 @triton.jit
-def _collected(Parts, COUNT: tl.constexpr, sets, at):
+def _collected(Parts, COUNT: tl.constexpr, at, LOADS: tl.constexpr = _LOADS):
     totals = ()
     for k in tl.static_range(COUNT):
-        totals = totals + (_collect(Parts, k, False, sets, at),)
+        totals = totals + (_collect(Parts, k, tl.sum, at, LOADS),)
     return totals
 
 
 @triton.jit
-def _merged(Parts, sets, at, share, runs):
+def _merged(Parts, at, LOADS: tl.constexpr = _LOADS):
     """Merge means and sums of squared deviations (Chan et al. 1979)."""
-    total, _ = _parts(Parts, 0, 0, sets, at)
-    total *= 0
-    for first in range(0, tl.num_programs(1), _SHARES):
-        mean, s = _parts(Parts, 0, first, sets, at)
-        total += mean * (_share_of(s, share, runs) / runs)
+    zero = _parts(Parts, 0, 0, at, LOADS) * 0
+    total = zero
+    for first in range(0, at.splits, LOADS):
+        total += _parts(Parts, 0, first, at, LOADS) * (_runs_from(first, at, LOADS) / at.runs)
     mean = tl.sum(total, 0, keep_dims=True)
-    total *= 0
-    for first in range(0, tl.num_programs(1), _SHARES):
-        part, s = _parts(Parts, 0, first, sets, at)
-        squares, _ = _parts(Parts, 1, first, sets, at)
-        apart = part - mean
-        total += squares + apart * apart * (_share_of(s, share, runs) * at.width).to(tl.float32)
+    total = zero
+    for first in range(0, at.splits, LOADS):
+        apart = _parts(Parts, 0, first, at, LOADS) - mean
+        size = (_runs_from(first, at, LOADS) * at.width).to(tl.float32)
+        total += _parts(Parts, 1, first, at, LOADS) + apart * apart * size
     return mean, tl.sum(total, 0, keep_dims=True)
 
 
 @triton.jit
-def _share_of(s, share, runs):
-    """How many runs program `s` has."""
-    left = runs - s * share
-    return tl.where(left < 0, 0, tl.where(left < share, left, share))
+def _runs_from(first, at, LOADS: tl.constexpr):
+    """How many runs some programs have."""
+    share = first + tl.arange(0, LOADS)[:, None]
+    return tl.minimum(tl.maximum(at.runs - share * at.share, 0), at.share)
 
 
 # Mean and variance
@@ -589,7 +565,7 @@ def _apart(tile, given, sums, TILE: tl.constexpr):
     """Add up deviations from a number of each set, and their squares; keep the extremes."""
     X, about = given
     total, power, low, high = sums
-    apart = _kept(_load(X, tile, TILE), tile, about, TILE) - about
+    apart = tl.where(tile.there, _load(X, tile), about) - about
     return total + apart, power + apart * apart, tl.maximum(low, -apart), tl.maximum(high, apart)
 
 
@@ -601,15 +577,15 @@ def _mean_and_squares(X, at, TILE: tl.constexpr):
     # A set in rows is a run; in the other ways, it has some
     runs = 1 if TILE.way == "rows" else at.stop - at.start
     first = tl.minimum(runs, TILE.rows) * tl.minimum(at.width, TILE.cols)
-    about = _of_sets(_load(X, _elements(at, at.start, 0, TILE), TILE), False, TILE) / first
+    about = _of_sets(_load(X, _elements(at, at.start, 0, TILE)), tl.sum, TILE) / first
     zero = _zeros(TILE)
     total, power, low, high = _over(at, _apart, (X, about), (zero, zero, zero, zero), TILE)
     count = (runs * at.width).to(tl.float32)
-    shift = _of_sets(total, False, TILE) / count
-    squares = _of_sets(power, False, TILE) - shift * shift * count
+    shift = _of_sets(total, tl.sum, TILE) / count
+    squares = _of_sets(power, tl.sum, TILE) - shift * shift * count
     mean = about + tl.where(shift == shift, shift, 0.0)
     squares = tl.where(squares < 0, 0.0, squares)
-    return mean, squares, _of_sets(low, True, TILE) - about, _of_sets(high, True, TILE) + about
+    return mean, squares, _of_sets(low, tl.max, TILE) - about, _of_sets(high, tl.max, TILE) + about
 
 
 @triton.jit
@@ -627,14 +603,14 @@ def _statistics(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Keep mean and variance."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    _leave(Parts, sets, at, _mean_and_squares(X, at, TILE))
-    if _is_last(Table, sets):
-        mean, squares = _merged(Parts, sets, at, share, runs)
-        low, high = _collect(Parts, 2, True, sets, at), _collect(Parts, 3, True, sets, at)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    _leave(Parts, at, _mean_and_squares(X, at, TILE))
+    if _is_last(Table, at):
+        mean, squares = _merged(Parts, at)
+        low, high = _collect(Parts, 2, tl.max, at), _collect(Parts, 3, tl.max, at)
         mean, var, rstd, low, high = _standardization(mean, squares, low, high, at, eps)
-        _keep(Table, _MEAN, sets, at, (mean, var, rstd))
-        _keep(Table, _BOUNDS, sets, at, (low, high))
+        _keep(Table, _MEAN, at, (mean, var, rstd))
+        _keep(Table, _BOUNDS, at, (low, high))
 
 
 # The step of lambda, and the running statistics
@@ -643,7 +619,7 @@ def _statistics(
 @triton.jit
 def _of_step(tile, given, sums, TILE: tl.constexpr):
     X, mean, rstd = given
-    m1, m2, m3, m45 = _moments(_standard(X, tile, mean, rstd, TILE))
+    m1, m2, m3, m45 = _moments(_standard(X, tile, mean, rstd))
     return sums[0] + m1, sums[1] + m2, sums[2] + m3, sums[3] + m45
 
 
@@ -654,15 +630,16 @@ def _sums_of_step(X, at, mean, rstd, TILE: tl.constexpr):
 
 
 @triton.jit
-def _keep_step(Table, sets, at, moments, var, rstd, low, high, t):
-    """Keep the step of each set, from sums over it, and its gradient; return the step."""
+def _keep_step(Table, at, moments, var, rstd, low, high, t):
+    """Keep the step of each set, from sums over it, its gradient, and the factor t that it has;
+    return the step.
+    """
     count = at.count.to(tl.float32)
     m1, m2, m3, m45 = moments
     v = var * rstd * rstd
-    found = _first_step(m1 / count, m2 / count, m3 / count, m45 / count, v, low, high)
-    _keep(Table, _STEP, sets, at, found)
-    _keep(Table, _T, sets, at, (found[0] * 0 + t,))
-    return found[0]
+    step = _first_step(m1 / count, m2 / count, m3 / count, m45 / count, v, low, high)
+    _keep(Table, _STEP, at, step + (t,))
+    return step[0]
 
 
 @triton.jit
@@ -679,7 +656,7 @@ def _follow(Mean, Var, Lambda, Momentum, momentum, at, mean, var, step):
 @triton.jit
 def _move(Running, at, momentum, value):
     if Running is not None:
-        old = tl.load(Running + at.sets, mask=at.valid, other=0.0).to(tl.float32)
+        old = _number(Running, at.sets, at.valid, 0.0)
         new = old * (1 - momentum) + value * momentum
         tl.store(Running + at.sets, new.to(Running.dtype.element_ty), mask=at.valid)
 
@@ -693,58 +670,65 @@ def _count_batch(Batches):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _estimate(
-    X, Table, Parts, Code, Mean, Var, Lambda, Batches, Momentum, unit, momentum,
+    X, Table, Parts, Code, Mean, Var, Lambda, Batches, Momentum, factor, momentum,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Keep the step of lambda, and move the running statistics."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    mean, var, rstd = _rows(Table, _MEAN, 3, sets, at)
-    _leave(Parts, sets, at, _sums_of_step(X, at, mean, rstd, TILE))
-    if _is_last(Table, sets):
-        t = tl.load(Code).to(tl.float32) * unit
-        low, high = _rows(Table, _BOUNDS, 2, sets, at)
-        moments = _collected(Parts, 4, sets, at)
-        step = _keep_step(Table, sets, at, moments, var, rstd, low, high, t)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    mean, var, rstd = _rows(Table, _MEAN, 3, at)
+    _leave(Parts, at, _sums_of_step(X, at, mean, rstd, TILE))
+    if _is_last(Table, at):
+        t = tl.load(Code).to(tl.float32) * factor
+        low, high = _rows(Table, _BOUNDS, 2, at)
+        step = _keep_step(Table, at, _collected(Parts, 4, at), var, rstd, low, high, t)
         _follow(Mean, Var, Lambda, Momentum, momentum, at, mean, var, step)
     _count_batch(Batches)
 
 
-# The size of the noise: the mean distance of a set from its mean
+# What the forward pass finds of a set, and the size of its noise: the mean distance from its mean
+
+
+@triton.jit
+def _transform(Table, at):
+    """Return mean, 1 / std, the power, and the factor of the noise."""
+    mean, _, rstd, step = _rows(Table, _MEAN, 4, at)
+    strength, amount = _rows(Table, _STRENGTH, 2, at)
+    return mean, rstd, _power(strength * step), amount
 
 
 @triton.jit
 def _of_centre(tile, given, sums, TILE: tl.constexpr):
     X, mean, rstd, power = given
-    return (sums[0] + _psi(_standard(X, tile, mean, rstd, TILE), power).y,)
+    return (sums[0] + _psi(_standard(X, tile, mean, rstd), power).y,)
 
 
 @triton.jit
 def _of_spread(tile, given, sums, TILE: tl.constexpr):
-    X, mean, rstd, centre, power = given
-    apart = tl.abs(_psi(_standard(X, tile, mean, rstd, TILE), power).y - centre)
-    return (sums[0] + _kept(apart, tile, 0.0, TILE),)
+    X, mean, rstd, power, centre = given
+    apart = tl.abs(_psi(_standard(X, tile, mean, rstd), power).y - centre)
+    return (sums[0] + tl.where(tile.there, apart, 0.0),)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _noise(
-    X, Table, Parts, alpha,
+    X, Table, Parts, Code, factor,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     FIELD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keep the mean of what the noise is added to, or the mean distance from it."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
-    power = _power(_row(Table, _T, sets, at) * alpha * step)
+    """Keep the mean of what the noise is added to, or the mean distance from it, as a factor."""
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    mean, rstd, power, _ = _transform(Table, at)
     zero = (_zeros(TILE),)
     if FIELD == _CENTRE:
+        scale = 1.0
         sums = _over(at, _of_centre, (X, mean, rstd, power), zero, TILE)
     else:
-        centre = _row(Table, _CENTRE, sets, at)
-        sums = _over(at, _of_spread, (X, mean, rstd, centre, power), zero, TILE)
-    _leave(Parts, sets, at, _totals(sums, TILE))
-    if _is_last(Table, sets):
-        _keep(Table, FIELD, sets, at, (_collect(Parts, 0, False, sets, at) / at.count,))
+        scale = tl.load(Code).to(tl.float32) * factor
+        sums = _over(at, _of_spread, (X, mean, rstd, power, _row(Table, _CENTRE, at)), zero, TILE)
+    _leave(Parts, at, _totals(sums, TILE))
+    if _is_last(Table, at):
+        _keep(Table, FIELD, at, (_collect(Parts, 0, tl.sum, at) / at.count * scale,))
 
 
 # The result
@@ -756,9 +740,9 @@ def _of_set(P, at, instead, TILE: tl.constexpr):
     if P is None or TILE.along != "sets":
         return instead
     elif TILE.way == "columns":
-        return tl.load(P + at.lane, mask=at.held, other=0.0).to(tl.float32)
+        return _number(P, at.lane, at.held, 0.0)
     else:
-        return tl.load(P + at.parameter + at.sets * 0, mask=at.valid, other=0.0).to(tl.float32)
+        return _number(P, at.parameter + at.sets * 0, at.valid, 0.0)
 
 
 @triton.jit
@@ -767,17 +751,17 @@ def _of_element(P, of_set, tile, TILE: tl.constexpr):
     if P is None or TILE.along == "sets":
         return of_set
     else:
-        return tl.load(P + tile[3], mask=tile[2], other=0.0).to(tl.float32)
+        return _number(P, tile.parameter, tile.there, 0.0)
 
 
 @triton.jit
 def _result(tile, given, sums, TILE: tl.constexpr):
     Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, amount, power = given
-    y = _psi(_standard(X, tile, mean, rstd, TILE), power).y
+    y = _psi(_standard(X, tile, mean, rstd), power).y
     if Seed is not None:
-        y += _normal(tile[0] + tile[1], Seed) * amount
+        y += _normal(tile.start + tile.offset, Seed) * amount
     gamma, beta = _of_element(Weight, gamma, tile, TILE), _of_element(Bias, beta, tile, TILE)
-    _store(Out, tile, y * gamma + beta, TILE)
+    _store(Out, tile, y * gamma + beta)
     return sums
 
 
@@ -787,49 +771,49 @@ def _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TIL
     gamma, beta = _of_set(Weight, at, 1.0, TILE), _of_set(Bias, at, 0.0, TILE)
     given = Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, amount
     # A branch has to return something
-    _over_by_power(at, _over, _result, given, power, (at.start,), TILE)
+    _over_by_power(at, _result, given, power, (at.runs,), TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _write(
-    Out, X, Weight, Bias, Table, Seed, alpha, noise,
+    Out, X, Weight, Bias, Table, Seed,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the result by what is kept of its sets."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
-    t, spread = _rows(Table, _T, 2, sets, at)
-    power = _power(t * alpha * step)
-    _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, noise * t * spread, TILE)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    mean, rstd, power, amount = _transform(Table, at)
+    _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _forward(
     Out, X, Weight, Bias, Table, Code, Seed, Mean, Var, Lambda, Batches, Momentum,
-    unit, alpha, noise, eps, momentum,
+    factor, of_noise, eps, momentum,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Do all of a set that a program has to itself."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    t = tl.load(Code).to(tl.float32) * unit
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    code = tl.load(Code).to(tl.float32)
     mean, squares, low, high = _mean_and_squares(X, at, TILE)
     mean, var, rstd, low, high = _standardization(mean, squares, low, high, at, eps)
-    _keep(Table, _MEAN, sets, at, (mean, var, rstd))
+    _keep(Table, _MEAN, at, (mean, var, rstd))
     moments = _sums_of_step(X, at, mean, rstd, TILE)
-    step = _keep_step(Table, sets, at, moments, var, rstd, low, high, t)
+    step = _keep_step(Table, at, moments, var, rstd, low, high, code * factor)
     _follow(Mean, Var, Lambda, Momentum, momentum, at, mean, var, step)
     _count_batch(Batches)
-    power = _power(t * alpha * step)
-    spread = mean * 0
+    power = _power(code * factor * step)
+    amount = 0.0
     if Seed is not None:
         zero = (_zeros(TILE),)
-        centre = _totals(_over(at, _of_centre, (X, mean, rstd, power), zero, TILE), TILE)[0]
-        given = X, mean, rstd, centre / at.count, power
-        spread = _totals(_over(at, _of_spread, given, zero, TILE), TILE)[0] / at.count
-        _keep(Table, _SPREAD, sets, at, (spread,))
-    _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, noise * t * spread, TILE)
+        sums = _over(at, _of_centre, (X, mean, rstd, power), zero, TILE)
+        centre = _totals(sums, TILE)[0] / at.count
+        sums = _over(at, _of_spread, (X, mean, rstd, power, centre), zero, TILE)
+        spread = _totals(sums, TILE)[0]
+        amount = spread / at.count * (code * of_noise)
+        _keep(Table, _AMOUNT, at, (amount,))
+    _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE)
 
 
 # Its gradient
@@ -838,15 +822,15 @@ def _forward(
 @triton.jit
 def _of_pulls(tile, given, sums, TILE: tl.constexpr):
     """Add up what `eager.pulled_back` takes means of, and the gradients of gamma and beta."""
-    X, Grad, Weight, Seed, gamma, mean, rstd, slopes, amount, power = given
+    _, _, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, amount, power = given
     to_lmbda, direct, direct_h, moved, moved_h, to_weight, to_bias = sums
-    grad = _load(Grad, tile, TILE)
-    h = _standard(X, tile, mean, rstd, TILE)
+    grad = _load(Grad, tile)
+    h = _standard(X, tile, mean, rstd)
     g = grad * _of_element(Weight, gamma, tile, TILE)
     y, slope, by_lmbda, tendency = _pulls(h, g, power, slopes)
-    tendency = _kept(tendency, tile, 0.0, TILE)
+    tendency = tl.where(tile.there, tendency, 0.0)
     if Seed is not None:
-        y += _normal(tile[0] + tile[1], Seed) * amount
+        y += _normal(tile.start + tile.offset, Seed) * amount
     return (
         to_lmbda + by_lmbda, direct + slope, direct_h + slope * h, moved + tendency,
         moved_h + tendency * h, to_weight + grad * y, to_bias + grad,
@@ -854,60 +838,48 @@ def _of_pulls(tile, given, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sums_of_pulls(at, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr):
-    """Go through a program's elements; leave the gradients of gammas that change along the runs."""
-    OfAffine, entries, given = given[0], given[1], given[2:]
+def _leave_affine_of_runs(at, r, given, sums, TILE: tl.constexpr):
+    """Leave sums over a program's lanes for gammas that change along the runs."""
     if TILE.along == "runs":
-        begin, end = (0, TILE.rows) if TILE.single else (at.start, at.stop)
-        for r in range(begin, end, TILE.rows):
-            sums = _over_lanes(at, r, FORMULA, given, sums, TILE)
-            run = r + tl.arange(0, TILE.rows)
-            entry = OfAffine + tl.program_id(0) * (at.count // at.width) + run
-            tl.store(entry, tl.sum(sums[5], 1), mask=run < at.stop)
-            tl.store(entry + entries, tl.sum(sums[6], 1), mask=run < at.stop)
-            sums = sums[:5] + (_zeros(TILE), _zeros(TILE))
-        return sums
-    else:
-        return _over(at, FORMULA, given, sums, TILE)
+        run = r + tl.arange(0, TILE.rows)
+        entry = given[0] + tl.program_id(0) * at.runs + run
+        for k in tl.static_range(2):
+            tl.store(entry + k * given[1], tl.sum(sums[5 + k], 1), mask=run < at.stop)
+        sums = sums[:5] + (_zeros(TILE), _zeros(TILE))
+    return sums
 
 
 @triton.jit
-def _leave_affine(OfAffine, at, tile, TILE: tl.constexpr):
-    """Leave sums over a program's elements for each gamma: by lane, or by set."""
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    if TILE.way == "columns":
-        entry = (at.outer * tl.num_programs(1) + tl.program_id(1)) * at.lanes + at.lane
-        tl.store(OfAffine + entry, tl.sum(tile, 0, keep_dims=True), mask=at.held)
-    elif TILE.along == "lanes":
-        entry = program * at.lanes + at.lane
-        tl.store(OfAffine + entry, tl.sum(tile, 0, keep_dims=True), mask=at.held)
-    else:
-        entry = at.sets * tl.num_programs(1) + tl.program_id(1)
-        tl.store(OfAffine + entry, _of_sets(tile, False, TILE), mask=at.valid)
+def _leave_affine(OfAffine, entries, at, sums, TILE: tl.constexpr):
+    """Leave two sums over a program's elements for each gamma: by lane, or by set."""
+    part = tl.program_id(1) * (entries // at.splits)
+    for k in tl.static_range(2):
+        entry = OfAffine + k * entries + part
+        if TILE.way == "columns" or TILE.along == "lanes":
+            of_lanes = tl.sum(sums[k], 0, keep_dims=True)
+            tl.store(entry + at.block * at.lanes + at.lane, of_lanes, mask=at.held)
+        else:
+            tl.store(entry + at.sets, _of_sets(sums[k], tl.sum, TILE), mask=at.valid)
 
 
 @triton.jit
-def _pulled(
-    X, Grad, Weight, Table, OfAffine, Seed, at, noise, alpha, entries, sets, TILE: tl.constexpr
-):
+def _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, entries, TILE: tl.constexpr):
     """Return a program's sums of what `eager.pulled_back` takes means of, and leave those for gamma
     and beta.
     """
-    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
-    t, spread = _rows(Table, _T, 2, sets, at)
-    slopes, gamma = _rows(Table, _SLOPES, 4, sets, at), _of_set(Weight, at, 1.0, TILE)
-    given = OfAffine, entries, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise * t * spread
-    zero, power = _zeros(TILE), _power(t * alpha * step)
+    mean, rstd, power, amount = _transform(Table, at)
+    slopes, gamma = _rows(Table, _SLOPES, 4, at), _of_set(Weight, at, 1.0, TILE)
+    given = OfAffine, entries, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, amount
+    zero = _zeros(TILE)
     zeros = zero, zero, zero, zero, zero, zero, zero
-    sums = _over_by_power(at, _sums_of_pulls, _of_pulls, given, power, zeros, TILE)
+    sums = _over_by_power(at, _of_pulls, given, power, zeros, TILE, _leave_affine_of_runs)
     if TILE.along != "runs":
-        _leave_affine(OfAffine, at, sums[5], TILE)
-        _leave_affine(OfAffine + entries, at, sums[6], TILE)
+        _leave_affine(OfAffine, entries, at, sums[5:], TILE)
     return _totals(sums[:5], TILE)
 
 
 @triton.jit
-def _projection(sums, Table, at, sets, alpha, eps):
+def _projection(sums, Table, at, eps):
     """Return the factors of `_tendencies`, of 1 and of h in the gradient of x, times 1 / std.
 
     The step depends on v = var / (var + eps) too, N * d v / d h = 2 * h; what of it the projections
@@ -915,72 +887,67 @@ def _projection(sums, Table, at, sets, alpha, eps):
     """
     to_lmbda, direct, direct_h, moved, moved_h = sums
     count = at.count.to(tl.float32)
-    rstd, by_v = _row(Table, _RSTD, sets, at), _row(Table, _SLOPES + 4, sets, at)
-    pull = _row(Table, _T, sets, at) * alpha * to_lmbda / count
+    rstd, by_v = _row(Table, _RSTD, at), _row(Table, _SLOPES + 4, at)
+    pull = _row(Table, _STRENGTH, at) * to_lmbda / count
     tilt = (direct_h + pull * moved_h) / count - 2 * pull * by_v * (eps * rstd * rstd)
     return rstd * pull, rstd * (direct + pull * moved) / count, rstd * tilt
 
 
 @triton.jit
 def _gradient_of_x(tile, given, sums, TILE: tl.constexpr):
-    GradX, X, Grad, Weight, gamma, mean, rstd, slopes, pull, offset, tilt, power = given
-    h = _standard(X, tile, mean, rstd, TILE)
-    g = _load(Grad, tile, TILE) * _of_element(Weight, gamma, tile, TILE)
+    GradX, X, Grad, Weight, gamma, mean, rstd, slopes, power, pull, offset, tilt = given
+    h = _standard(X, tile, mean, rstd)
+    g = _load(Grad, tile) * _of_element(Weight, gamma, tile, TILE)
     _, slope, _, tendency = _pulls(h, g, power, slopes)
-    _store(GradX, tile, slope * rstd + pull * tendency - offset - h * tilt, TILE)
+    _store(GradX, tile, slope * rstd + pull * tendency - offset - h * tilt)
     return sums
 
 
 @triton.jit
-def _write_gradient(GradX, X, Grad, Weight, Table, at, projection, alpha, sets, TILE: tl.constexpr):
-    mean, _, rstd, step = _rows(Table, _MEAN, 4, sets, at)
-    slopes, gamma = _rows(Table, _SLOPES, 4, sets, at), _of_set(Weight, at, 1.0, TILE)
-    power = _power(_row(Table, _T, sets, at) * alpha * step)
-    pull, offset, tilt = projection
-    given = GradX, X, Grad, Weight, gamma, mean, rstd, slopes, pull, offset, tilt, power
-    _over(at, _gradient_of_x, given, (), TILE)
+def _write_gradient(GradX, X, Grad, Weight, Table, at, projection, TILE: tl.constexpr):
+    mean, rstd, power, _ = _transform(Table, at)
+    slopes, gamma = _rows(Table, _SLOPES, 4, at), _of_set(Weight, at, 1.0, TILE)
+    given = GradX, X, Grad, Weight, gamma, mean, rstd, slopes, power
+    _over(at, _gradient_of_x, given + projection, (), TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _pull(
-    X, Grad, Weight, Table, Parts, OfAffine, Seed, alpha, noise, eps,
+    X, Grad, Weight, Table, Parts, OfAffine, Seed, eps,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, entries,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Keep the sums that the gradient of x takes. `OfAffine` receives sums of grad * y and of grad,
     `entries` each.
     """
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    sums = _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, noise, alpha, entries, sets, TILE)
-    _leave(Parts, sets, at, sums)
-    if _is_last(Table, sets):
-        sums = _collected(Parts, 5, sets, at)
-        _keep(Table, _PROJECTION, sets, at, _projection(sums, Table, at, sets, alpha, eps))
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    _leave(Parts, at, _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, entries, TILE))
+    if _is_last(Table, at):
+        projection = _projection(_collected(Parts, 5, at), Table, at, eps)
+        _keep(Table, _PROJECTION, at, projection)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _gradient(
-    GradX, X, Grad, Weight, Table, alpha,
+    GradX, X, Grad, Weight, Table,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x by what `_pull` kept."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    projection = _rows(Table, _PROJECTION, 3, sets, at)
-    _write_gradient(GradX, X, Grad, Weight, Table, at, projection, alpha, sets, TILE)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    _write_gradient(GradX, X, Grad, Weight, Table, at, _rows(Table, _PROJECTION, 3, at), TILE)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def _backward(
-    GradX, X, Grad, Weight, Table, OfAffine, Seed, alpha, noise, eps,
+    GradX, X, Grad, Weight, Table, OfAffine, Seed, eps,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, entries,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Do all of a set that a program has to itself."""
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    sums = _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, noise, alpha, entries, sets, TILE)
-    projection = _projection(sums, Table, at, sets, alpha, eps)
-    _write_gradient(GradX, X, Grad, Weight, Table, at, projection, alpha, sets, TILE)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    sums = _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, entries, TILE)
+    _write_gradient(GradX, X, Grad, Weight, Table, at, _projection(sums, Table, at, eps), TILE)
 
 
 # By constants
@@ -992,8 +959,8 @@ def _apply(
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, TILE)
-    mean, rstd, change, gamma, beta = _rows(Constants, 0, 5, sets, at)
+    at = _place(outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE)
+    mean, rstd, change, gamma, beta = _rows(Constants, 0, 5, at)
     given = Out, X, None, None, None, gamma, beta, mean, rstd, 0.0, _power(change)
     _over(at, _result, given, (), TILE)
 
@@ -1010,19 +977,19 @@ def fault() -> str | None:
     return None
 
 
-def _plan(x: Tensor, layout: Layout) -> LaunchPlan:
-    """Return how kernels go about a tensor that they can go about."""
-    plan = plan_of(layout.shape, layout.dims, layout.affine, processors(x.device))
-    assert plan is not None
-    return plan
-
-
 @cache
 def processors(device: torch.device) -> int:
     """Return how many programs at least keep a device busy."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_for(x: Tensor, layout: Layout) -> LaunchPlan:
+    """Return how kernels go about a tensor that they can go about."""
+    plan = plan_of(layout.shape, layout.dims, layout.affine, processors(x.device))
+    assert plan is not None
+    return plan
 
 
 def launch_options(kernel: Any, plan: LaunchPlan) -> dict[str, int]:
@@ -1057,24 +1024,26 @@ def forward(
 
     Tensors lie in memory in the order of the layout, whatever their shapes.
     """
-    how = _plan(x, options.layout)
+    plan = plan_for(x, options.layout)
     running, momentum = _running(options.running)
     code, unit = options.strength
-    seed, alpha, noise, numbers = options.seed, options.alpha, options.noise, how.numbers
-    size = (FIELDS + 1) * how.sets
-    if how.splits == 1:
+    seed, eps, numbers = options.seed, options.eps, plan.numbers
+    factor = unit * options.alpha
+    of_noise = unit * options.noise
+    size = (FIELDS + 1) * plan.sets
+    if plan.splits == 1:
         table = room(x, size)
         tensors = out, x, weight, bias, table, code, seed, *running
-        launch(_forward, how, *tensors, unit, alpha, noise, options.eps, momentum, *numbers)
+        launch(_forward, plan, *tensors, factor, of_noise, eps, momentum, *numbers)
         return table
     table = torch.zeros(size, dtype=torch.float32, device=x.device)
-    parts = room(x, 4, how.splits, how.sets)
-    launch(_statistics, how, x, table, parts, options.eps, *numbers)
-    launch(_estimate, how, x, table, parts, code, *running, unit, momentum, *numbers)
+    shared = x, table, room(x, 4, plan.splits, plan.sets)
+    launch(_statistics, plan, *shared, eps, *numbers)
+    launch(_estimate, plan, *shared, code, *running, factor, momentum, *numbers)
     if seed is not None:
-        launch(_noise, how, x, table, parts, alpha, *numbers, _CENTRE)
-        launch(_noise, how, x, table, parts, alpha, *numbers, _SPREAD)
-    launch(_write, how, out, x, weight, bias, table, seed, alpha, noise, *numbers)
+        launch(_noise, plan, *shared, code, of_noise, *numbers, _CENTRE)
+        launch(_noise, plan, *shared, code, of_noise, *numbers, _AMOUNT)
+    launch(_write, plan, out, x, weight, bias, table, seed, *numbers)
     return table
 
 
@@ -1101,19 +1070,17 @@ def backward(
     options: KernelOptions,
 ) -> Tensor:
     """See `eager.backward`; `table` is `forward`'s, and tensors lie in memory as there."""
-    how = _plan(x, options.layout)
-    of_affine = room(x, 2, *how.gradients)
-    factors = options.alpha, options.noise, options.eps
-    numbers = *how.numbers, math.prod(how.gradients)
-    if how.splits == 1:
-        tensors = grad_x, x, grad, weight, table, of_affine, options.seed
-        launch(_backward, how, *tensors, *factors, *numbers)
+    plan = plan_for(x, options.layout)
+    of_affine = room(x, 2, *plan.gradients)
+    entries = of_affine.numel() // 2
+    tensors = x, grad, weight, table
+    beside = of_affine, options.seed, options.eps, *plan.numbers, entries
+    if plan.splits == 1:
+        launch(_backward, plan, grad_x, *tensors, *beside)
     else:
-        parts = room(x, 5, how.splits, how.sets)
-        beside = table, parts, of_affine, options.seed
-        launch(_pull, how, x, grad, weight, *beside, *factors, *numbers)
-        launch(_gradient, how, grad_x, x, grad, weight, table, options.alpha, *how.numbers)
-    sums = of_affine.sum(how.summed)
+        launch(_pull, plan, *tensors, room(x, 5, plan.splits, plan.sets), *beside)
+        launch(_gradient, plan, grad_x, *tensors, *plan.numbers)
+    sums = of_affine.sum((1, 2))
     # Of a parameter that several sets have: all of them
     if sums.numel() != 2 * math.prod(options.layout.affine):
         sums = sums.view(2, -1).sum(1)
@@ -1122,9 +1089,8 @@ def backward(
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
     """See `eager.apply`."""
-    affine = tuple(constants.shape[1:])
-    how = plan_of(tuple(x.shape), dims, affine, processors(x.device))
-    if how is None:
+    plan = plan_of(tuple(x.shape), dims, tuple(constants.shape[1:]), processors(x.device))
+    if plan is None:
         eager.apply(out, x, dims, constants)
     else:
-        launch(_apply, how, out, x, constants, *how.numbers)
+        launch(_apply, plan, out, x, constants, *plan.numbers)

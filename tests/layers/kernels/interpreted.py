@@ -64,17 +64,18 @@ def test_the_cases_are_of_every_way() -> None:
 
 
 @triton.jit
-def collect(Parts, K: tl.constexpr, LARGEST: tl.constexpr, sets, at):
+def collect(Parts, K: tl.constexpr, REDUCE: tl.constexpr, at, LOADS: tl.constexpr = 16):
     # But for the first program's
-    part, _ = ours._parts(Parts, K, 1, sets, at)
+    part = ours._parts(Parts, K, 1, at, LOADS)
     return tl.sum(part, 0, keep_dims=True)
 
 
 @triton.jit
 def elements(at, r, first, TILE: tl.constexpr):
-    start, offset, mask, parameter = intact(at, r, first, TILE)
+    tile = intact(at, r, first, TILE)
     run = r + tl.arange(0, TILE.rows)[:, None]
-    return start, offset, mask & (run + 1 < at.stop), parameter
+    there = tile.there & (run + 1 < at.stop)
+    return ours._Elements(tile.start, tile.offset, there, tile.parameter)
 
 
 intact = ours._elements
