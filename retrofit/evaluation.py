@@ -304,6 +304,12 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
             prepared.
     """
     known = metadata(path)
+    if "retrofit" in known and "mean" not in known:
+        raise RetrofitError(
+            f"{path} does not say how its images are prepared, which its network did not know; "
+            "write the network by retrofit.save, which takes the preprocessing, then run "
+            "`retrofit export` on that artifact"
+        )
     labels = known.get("labels")
     strength = known.get("strength")
     try:

@@ -17,6 +17,7 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.files import (
     acquire,
     atomic_write,
+    ensure_nameable,
     flush,
     release,
     sweep,
@@ -72,6 +73,7 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> None:
+    ensure_nameable(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = acquire(folder / _LOCK)

@@ -316,6 +316,15 @@ WRONG: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+def test_a_file_of_a_network_without_preprocessing_says_what_helps(run: Run) -> None:
+    retrofit.export_onnx(
+        nn.Sequential(nn.Flatten(), nn.Linear(12, 2)), "a.onnx", input_size=(3, 2, 2)
+    )
+    result = run("evaluate", "a.onnx", *DATA, "-j", "0")
+    assert result.exit_code == 1
+    assert re.search("which its network did not know; write .* by retrofit.save", complaint(result))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
