@@ -115,20 +115,12 @@ class FrozenBatchNorm(ConstantStatistics):
         self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        constants = self.running_mean, self.running_var, self.weight, self.bias
         maps = kernels.maps_for(x)
-        out = None if maps is None else self._by_maps(x, maps)
-        if out is not None:
-            return out
-        constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
-        return functional.batch_norm(x, *constants, training=False, eps=self.eps)
-
-    def _by_maps(self, x: Tensor, maps: Any) -> Tensor | None:
-        """Return the result by kernels for a GPU, None where they do not take `x`."""
-        plan = maps.plan_for(x)
-        if plan is None:
-            return None
-        constants = self.running_mean, self.running_var, self.weight, self.bias, self.eps
-        out: Tensor = maps.ChannelMapOnGPU.apply(x, *constants, plan)
+        plan = None if maps is None else maps.plan_for(x)
+        if maps is None or plan is None:
+            return functional.batch_norm(x, *of_one_type(x, *constants), eps=self.eps)
+        out: Tensor = maps.ChannelMapOnGPU.apply(x, *constants, self.eps, plan)
         return out
 
     def channel_map(self) -> ChannelMap:

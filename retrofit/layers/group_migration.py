@@ -71,7 +71,7 @@ def migrated_group_norm(
     given = weight, bias, *constants, None if gain is None else gain.detach()
     out = _by_channelwise(maps, num_groups, strength, given, eps, source_eps)
     if out is None:
-        out = by_maps(maps, num_groups, strength, given, eps, source_eps)
+        out = _by_maps(maps, num_groups, strength, given, eps, source_eps)
     if out is None:
         if isinstance(strength, Strength):
             strength = strength.value(compute_dtype(x))
@@ -118,17 +118,16 @@ def _by_channelwise(
     return out
 
 
-def by_maps(
+def _by_maps(
     x: Tensor,
     num_groups: int,
     strength: Any,
     given: tuple[Tensor | None, ...],
     eps: Any,
     source_eps: Any,
-    module: Any = None,
 ) -> Tensor | None:
     """Return the result by kernels for a GPU, None where they do not take `x`."""
-    module = kernels.maps_for(x) if module is None else module
+    module = kernels.maps_for(x)
     if module is None:
         return None
     if not isinstance(strength, Strength):

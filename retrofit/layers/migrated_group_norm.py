@@ -233,11 +233,8 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
         if type(self.drop) is not nn.Identity or any(map(channelwise.is_watched, between)):
             return None
         maps = kernels.maps_for(x)
-        return None if maps is None else self._at_once_by_maps(x, act, maps)
-
-    def _at_once_by_maps(self, x: Tensor, act: ProxyNorm, maps: Any) -> Tensor | None:
         kind = channelwise.known(act.activation)
-        if kind is None:
+        if maps is None or kind is None:
             return None
         check_shape(x, self.num_groups, self.num_channels)
         given = self.weight, self.bias, self.running_mean, self.running_var, self.gain

@@ -9,9 +9,12 @@ bits. The log says once what was chosen for a kind of device, as a warning where
 fastest.
 """
 
+import contextlib
 import importlib
 import logging
 import os
+import threading
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
@@ -33,6 +36,25 @@ once a machine.
 """
 
 
+class _UnderTest(threading.local):
+    """The kernels that a thread tests, which are then chosen whatever the tensor."""
+
+    kernels: ModuleType | None = None
+
+
+_under_test = _UnderTest()
+
+
+@contextlib.contextmanager
+def under_test(module: ModuleType) -> Iterator[None]:
+    """Choose some kernels in this thread, whether they are right or not."""
+    _under_test.kernels = module
+    try:
+        yield
+    finally:
+        _under_test.kernels = None
+
+
 def fits(x: Tensor) -> bool:
     """Whether `x` is a plain tensor of numbers: not one that a tracer, a compiler, a mode or a
     derivative follows.
@@ -52,12 +74,11 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
     A ValueError says that RETROFIT_KERNELS names no kernels, a RuntimeError why those that it names
     cannot run here.
     """
+    if _under_test.kernels is not None:
+        return _under_test.kernels
     name = _named()
-    if (
-        name == "eager"
-        or x.dtype not in self_test.TOLERANCES
-        or (not name and not x.is_cuda and x.numel() < LARGE)
-    ):
+    is_small = not x.is_cuda and x.numel() < LARGE
+    if name == "eager" or x.dtype not in self_test.TOLERANCES or (not name and is_small):
         return eager
     if not name:
         # said once of a CPU
@@ -71,7 +92,9 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
 
 def maps_for(x: Tensor) -> ModuleType | None:
     """Return the kernels of maps by a scale and a shift where Triton is chosen for `x`."""
-    if not (x.is_cuda or _named() == "triton") or not fits(x) or not choose(x).READS_STRENGTH:
+    # Not asked in vain, for the answer may take a compiler's time
+    possible = x.is_cuda or _under_test.kernels is not None or _named() == "triton"
+    if not possible or not fits(x) or not choose(x).READS_STRENGTH:
         return None
     return _module("maps")
 

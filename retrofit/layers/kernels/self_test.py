@@ -76,7 +76,7 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
         if wrong:
             return f"the {what} fail their self-test ({case.name}: {wrong})"
     if hasattr(kernels, "launch"):
-        wrong = _guarded(compare_maps, device, dtype)
+        wrong = _guarded(compare_maps, kernels, device, dtype)
         if wrong:
             return f"the {what} fail their self-test ({wrong})"
     if record is not None:
@@ -125,51 +125,51 @@ def _difference(results: list[Tensor], reference: Tensor, dtype: torch.dtype) ->
 
 
 def compare_maps(
+    kernels: ModuleType,
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int, ...] = (3, 6, 19, 40),
     runs: int = 2,
 ) -> str | None:
-    """Say which result of the kernels of maps differs from torch's operations in float64."""
-    from retrofit.layers import proxy_norm
-    from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
-    from retrofit.layers.kernels import maps
-    from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct
-
-    def fused(activation: nn.Module) -> nn.Module:
-        layer = MigratedGroupNormAct(2, channels, strength=0.7)
-        layer.act = proxy_norm.ProxyNorm(activation, channels, norm=layer)
-        return layer
-
-    channels = shape[1]
-    cases: dict[str, Callable[[], nn.Module]] = {
-        "frozen": lambda: FrozenBatchNorm(channels),
-        "migrated": lambda: MigratedGroupNorm(2, channels, strength=0.7),
-        "migrated and proxy": lambda: fused(nn.SiLU()),
-    }
-    activations = nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()
-    for activation in activations:
-        cases[f"proxy of {activation}"] = partial(
-            proxy_norm.ProxyNorm,
-            activation,
-            channels,
-            norm=FrozenBatchNorm(channels),
-            restore=isinstance(activation, nn.ReLU),
-        )
+    """Say which result of layers by the kernels differs from torch's operations in float64."""
     for memory_format in (torch.contiguous_format, torch.channels_last):
-        for name, build in cases.items():
+        for name, build in _layers(shape[1]).items():
             generator = torch.Generator("cpu").manual_seed(0)
             layer = _random(build(), generator)
             x = torch.randn(shape, generator=generator) + 0.5
             grad = torch.randn(shape, generator=generator)
             x, grad = (v.to(device, dtype, memory_format=memory_format) for v in (x, grad))
-            expected = _gradients(copy.deepcopy(layer).double().to(device), x.double(), grad, None)
-            results = [_gradients(layer.to(device), x, grad, maps) for _ in range(runs)]
+            expected = _gradients(eager, copy.deepcopy(layer).double(), x.double(), grad)
+            results = [_gradients(kernels, layer, x, grad) for _ in range(runs)]
             for number, (reference, *found) in enumerate(zip(expected, *results, strict=True)):
                 wrong = _difference(found, reference, dtype)
                 if wrong:
                     return f"{name}: result {number} is {wrong}"
     return None
+
+
+def _layers(channels: int) -> dict[str, Callable[[], nn.Module]]:
+    """Return how to build each layer that has maps by a scale and a shift, by its name."""
+    from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
+    from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct
+    from retrofit.layers.proxy_norm import ProxyNorm
+
+    def fused() -> nn.Module:
+        layer = MigratedGroupNormAct(2, channels, strength=0.7)
+        layer.act = ProxyNorm(nn.SiLU(), channels, norm=layer)
+        return layer
+
+    def proxy(activation: nn.Module) -> nn.Module:
+        restore = isinstance(activation, nn.ReLU)
+        return ProxyNorm(activation, channels, norm=FrozenBatchNorm(channels), restore=restore)
+
+    activations = nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()
+    return {
+        "frozen": partial(FrozenBatchNorm, channels),
+        "migrated": partial(MigratedGroupNorm, 2, channels, strength=0.7),
+        "migrated and proxy": fused,
+        **{f"proxy of {activation}": partial(proxy, activation) for activation in activations},
+    }
 
 
 def _random(layer: Any, generator: torch.Generator) -> Any:
@@ -184,29 +184,17 @@ def _random(layer: Any, generator: torch.Generator) -> Any:
     return layer
 
 
-def _gradients(layer: Any, x: Tensor, grad: Tensor, maps: Any) -> list[Tensor]:
-    """Return a layer's output and gradients, by kernels of maps if these are given."""
-    from retrofit.layers.group_migration import by_maps
-    from retrofit.layers.kernels import channelwise
+def _gradients(kernels: ModuleType, layer: Any, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """Return a layer's output and gradients, by some kernels."""
+    from retrofit.layers.kernels import under_test
 
-    norm = getattr(layer, "norm", None)
-    if norm is not None:
-        norm.to(x.device, next(layer.parameters()).dtype)
-    parameters = [*layer.parameters(), *(() if norm is None else norm.parameters())]
-    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        leaf = x.detach().requires_grad_()
-        if maps is None:
-            out = layer(leaf)
-        elif hasattr(layer, "act"):
-            out = layer._at_once_by_maps(leaf, layer.act, maps)
-        elif hasattr(layer, "group_eps"):
-            given = layer.weight, layer.bias, layer.running_mean, layer.running_var, layer.gain
-            numbers = layer.group_eps, layer.eps
-            out = by_maps(leaf, layer.num_groups, layer._strength, given, *numbers, maps)
-        elif norm is not None:
-            out = layer._by_maps(leaf, channelwise.known(layer.activation), maps)
-        else:
-            out = layer._by_maps(leaf, maps)
+    parts = [part for part in (layer, getattr(layer, "norm", None)) if part is not None]
+    for part in parts:
+        part.to(x.device)
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    leaf = x.detach().requires_grad_()
+    with under_test(kernels), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        out = layer(leaf)
         gradients = torch.autograd.grad(out, [leaf, *parameters], grad.to(out.dtype))
     return [out.detach(), *gradients]
 

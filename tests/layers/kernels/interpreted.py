@@ -102,7 +102,7 @@ def test_interpreted(case: Case) -> None:
 
 
 def test_maps() -> None:
-    assert self_test.compare_maps(CPU, torch.float32, (1, 2, 3, 5), runs=1) is None
+    assert self_test.compare_maps(ours, CPU, torch.float32, (1, 2, 3, 5), runs=1) is None
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["two modules", "one"])
