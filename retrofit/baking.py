@@ -161,25 +161,18 @@ def bake(
     chosen = _bake_layers(model, trial, best, tolerance)
     layers = []
     for name in trial.names:
+        error = best.errors.get(name)
         is_baked = name in best.constants
-        reason = ""
-        if not is_baked:
-            reason = trial.reasons.get(name, "costs too much")
-        layers.append(
-            BakedLayer(
-                name,
-                best.errors.get(name),
-                is_baked,
-                reason,
-            )
-        )
-    return model, BakeReport(
+        reason = "" if is_baked else trial.reasons.get(name, "costs too much")
+        layers.append(BakedLayer(name, error, is_baked, reason))
+    report = BakeReport(
         tuple(layers),
         tuple(stages),
         chosen,
         tolerance,
         trial.images,
     )
+    return model, report
 
 
 def _samples(model: nn.Module, images: Iterable[Any] | None, inputs: Inputs | None) -> Call:

@@ -138,16 +138,15 @@ def measure(
             memory_ratio = None
             if name != reference:
                 memory_ratio = memory[name] / max(memory[reference], 1)
-            costs.append(
-                Cost(
-                    name,
-                    mode,
-                    seconds,
-                    memory[name],
-                    time_ratio,
-                    memory_ratio,
-                )
+            cost = Cost(
+                name,
+                mode,
+                seconds,
+                memory[name],
+                time_ratio,
+                memory_ratio,
             )
+            costs.append(cost)
     return costs
 
 

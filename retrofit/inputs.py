@@ -189,15 +189,7 @@ def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
             raise _TookListError
 
     device, dtype = placement_of(model)
-    images = [
-        torch.zeros(
-            channels,
-            *sides,
-            device=device,
-            dtype=dtype,
-        )
-        for sides in _SIDES
-    ]
+    images = [torch.zeros(channels, *sides, device=device, dtype=dtype) for sides in _SIDES]
     layers = [module for module in model.modules() if module._parameters]
     try:
         with undisturbed(model), hooked(layer.register_forward_pre_hook(stop) for layer in layers):

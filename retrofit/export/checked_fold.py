@@ -126,14 +126,8 @@ def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLa
     errors: dict[str, tuple[int, float, float]] = {
         layer_of(node): (fit.degree, fit.max_error, fit.rms_error) for node, fit in fits.items()
     }
-    return tuple(
-        FoldedLayer(
-            name,
-            form,
-            *errors.get(name, ()),
-        )
-        for name, form in program.layers.items()
-    )
+    forms = program.layers.items()
+    return tuple(FoldedLayer(name, form, *errors.get(name, ())) for name, form in forms)
 
 
 def _difference(request: Request, program: Program) -> tuple[str, str]:

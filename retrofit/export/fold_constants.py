@@ -135,12 +135,8 @@ def _arithmetic(graph: FoldingGraph, node: Node) -> tuple[Any, AffineMap] | None
     scale, shift = _scale_and_shift(node.target, value.flatten().double())
     if not scale.isfinite().all():
         return None
-    return x, AffineMap(
-        scale,
-        shift,
-        dim,
-        frozenset([layer_of(node)]),
-    )
+    layers = frozenset([layer_of(node)])
+    return x, AffineMap(scale, shift, dim, layers)
 
 
 def _scale_and_shift(operator: Any, constant: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,11 +242,10 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
             continue
         consumer = users[0]
         layer = graph.linear(consumer)
-        if layer is None or not _fits(
-            consumer,
-            affine,
-            layer.weight.shape[:3:2],
-        ):
+        if layer is None:
+            continue
+        inputs = layer.weight.shape[:3:2]
+        if not _fits(consumer, affine, inputs):
             continue
         if not layer.pads_zeros or not affine.shift.any():
             graph.set_linear(consumer, layer.after(affine.scale, affine.shift))

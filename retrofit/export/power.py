@@ -52,11 +52,8 @@ class Fit:
 
     def __call__(self, h: Tensor) -> Tensor:
         """Evaluate for h, (C, S), in the precision of a folded network."""
-        y = torch.addcmul(
-            self.shift[:, None],
-            h,
-            self.scale[:, None],
-        ).T.float()
+        shifted = torch.addcmul(self.shift[:, None], h, self.scale[:, None])
+        y = shifted.T.float()
         for part in self.parts:
             y = part(y)
         return y.T.to(h)
@@ -214,13 +211,8 @@ class Polynomial(nn.Module):
         *lower, scale = coefficients.unbind(0)
         self.steps = nn.ModuleList()
         for shift in reversed(lower):
-            self.steps.append(
-                forms.ConstantNorm(
-                    torch.zeros_like(scale),
-                    scale,
-                    shift,
-                )
-            )
+            step = forms.ConstantNorm(torch.zeros_like(scale), scale, shift)
+            self.steps.append(step)
             scale = torch.ones_like(scale)
 
     def to_convolutions(self) -> None:

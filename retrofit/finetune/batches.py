@@ -113,11 +113,7 @@ class Order:
 
     def __iter__(self) -> Iterator[list[Key]]:
         generator = torch.Generator().manual_seed(_hash(self.seed, self.epoch))
-        order = torch.randperm(
-            self.count,
-            generator=generator,
-            device="cpu",
-        ).tolist()
+        order = torch.randperm(self.count, generator=generator, device="cpu").tolist()
         for batch in range(self.start, len(self)):
             first = (batch * self.world + self.rank) * self.batch_size
             yield [(self.epoch, number) for number in order[first : first + self.batch_size]]

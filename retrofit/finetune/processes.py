@@ -71,10 +71,5 @@ def summed(figures: list[float], accelerator: Accelerator) -> list[float]:
     device = "cpu"
     if accelerator.device.type == "cuda":
         device = accelerator.device
-    return accelerator.reduce(
-        torch.tensor(
-            figures,
-            dtype=torch.float64,
-            device=device,
-        )
-    ).tolist()
+    ours = torch.tensor(figures, dtype=torch.float64, device=device)
+    return accelerator.reduce(ours).tolist()

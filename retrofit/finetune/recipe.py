@@ -275,13 +275,6 @@ PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})
 def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
     if value.lower() in known:
         return []
-    close = (
-        difflib.get_close_matches(
-            value.lower(),
-            known,
-            n=3,
-            cutoff=0.4,
-        )
-        or sorted(known)[:5]
-    )
+    close = difflib.get_close_matches(value.lower(), known, n=3, cutoff=0.4)
+    close = close or sorted(known)[:5]
     return [f"{setting} {shown(value)} is unknown to timm (did you mean {' or '.join(close)}?)"]

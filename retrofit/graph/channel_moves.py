@@ -73,14 +73,8 @@ def _unpacked(args: Sequence[Any]) -> Sequence[Any]:
 def _keeps_two(node: fx.Node) -> bool:
     """Whether a reshaping keeps the first two sizes of what it takes: images and channels."""
     sizes = _unpacked(node.args[1:])
-    return len(sizes) > 1 and all(
-        _is_size(
-            size,
-            node.args[0],
-            dim,
-        )
-        for dim, size in enumerate(sizes[:2])
-    )
+    first_two = enumerate(sizes[:2])
+    return len(sizes) > 1 and all(_is_size(size, node.args[0], dim) for dim, size in first_two)
 
 
 def _is_size(size: Any, value: Any, dim: int) -> bool:

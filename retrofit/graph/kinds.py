@@ -145,33 +145,15 @@ def _probe(module: nn.Module) -> nn.Module:
 def _is_elementwise(act: nn.Module) -> bool:
     """Whether a module is a nonlinear function of each value by itself, and keeps nothing."""
     random = torch.Generator("cpu").manual_seed(0)
-    x = 3 * torch.randn(
-        2,
-        3,
-        4,
-        5,
-        generator=random,
-        dtype=torch.float64,
-        device="cpu",
-    )
-    order = torch.randperm(
-        x.numel(),
-        generator=random,
-        device="cpu",
-    )[:30]
+    x = 3 * torch.randn(2, 3, 4, 5, generator=random, dtype=torch.float64, device="cpu")
+    order = torch.randperm(x.numel(), generator=random, device="cpu")[:30]
     attributes = dict(vars(act))
     y = act(x.clone())
     if y.shape != x.shape:
         return False
     expected = y.flatten()[order]
-    in_other_order_and_shape = act(
-        x.flatten()[order].view(
-            5,
-            2,
-            3,
-        )
-    ).flatten()
-    if not torch.allclose(in_other_order_and_shape, expected, rtol=1e-9, atol=1e-12):
+    reordered = act(x.flatten()[order].view(5, 2, 3)).flatten()
+    if not torch.allclose(reordered, expected, rtol=1e-9, atol=1e-12):
         return False
     zero = act(0 * x)
     is_odd = torch.allclose(y + act(-x), 2 * zero)
@@ -271,16 +253,7 @@ def function_module(node: fx.Node) -> nn.Module | None:
     if cls is None:
         return None
     names = inspect.signature(cls).parameters
-    options = {
-        **dict(
-            zip(
-                names,
-                node.args[1:],
-                strict=False,
-            )
-        ),
-        **node.kwargs,
-    }
+    options = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
     options = {name: value for name, value in options.items() if name not in ("input", "inplace")}
     if any(isinstance(value, fx.Node) for value in options.values()):
         return None
@@ -290,16 +263,7 @@ def function_module(node: fx.Node) -> nn.Module | None:
 
 def _clamp_module(node: fx.Node) -> nn.Module | None:
     """The module that clamps as a call does; None where its bounds are no two constants."""
-    bounds = (
-        dict(
-            zip(
-                ("min", "max"),
-                node.args[1:],
-                strict=False,
-            )
-        )
-        | node.kwargs
-    )
+    bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
     low: Any = bounds.get("min")
     high: Any = bounds.get("max")
     if low == 0 and high is None:

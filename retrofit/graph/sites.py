@@ -170,11 +170,8 @@ class _Search(Flows):
         if fused is None:
             return self._following(place)
         if fused in self.activations:
-            return Activation(
-                "fused",
-                f"{self.names[norm]}.act".lstrip("."),
-                fused,
-            ), ""
+            name = f"{self.names[norm]}.act".lstrip(".")
+            return Activation("fused", name, fused), ""
         return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise"
 
     def _ends(self, norm: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:

@@ -134,13 +134,14 @@ def execute(
     if converter.has_strength and device.type != "meta":
         strength = 0.0
     params_after = _count_parameters(model)
-    return model, Report(
+    report = Report(
         plan,
         params_before,
         params_after,
         strength,
         tuple(filter(None, notes)),
     )
+    return model, report
 
 
 def _sites_by_place(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Site]:

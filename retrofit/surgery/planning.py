@@ -66,12 +66,9 @@ def plan(
     network = network_in(model)
     request = PlanRequest(to, only, skip, source, options)
     norms = list(find_norms(network))
-    return plan_and_sites(
-        network,
-        norms,
-        functional_norms(network, norms),
-        request,
-    )[0]
+    functional = functional_norms(network, norms)
+    planned, _ = plan_and_sites(network, norms, functional, request)
+    return planned
 
 
 @dataclass(frozen=True)

@@ -225,13 +225,8 @@ def temporary_folder(final: Path) -> Iterator[Path]:
     sweep(final.parent, final.name)
     with termination_unwinds():
         prefix = f".{final.name[:200]}."
-        folder = Path(
-            tempfile.mkdtemp(
-                prefix=prefix,
-                suffix=".tmp",
-                dir=final.parent,
-            )
-        )
+        name = tempfile.mkdtemp(prefix=prefix, suffix=".tmp", dir=final.parent)
+        folder = Path(name)
         try:
             acquire(folder / _LOCK)
             yield folder

@@ -243,11 +243,7 @@ def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> fl
     total = 0.0
     for a, b in zip(expected, changed, strict=True):
         # Where both are infinite there is none
-        gap = torch.where(
-            a == b,
-            0.0,
-            a.double() - b,
-        ) / (scale_of(a) or 1.0)
+        gap = (a.double() - b).masked_fill(a == b, 0.0) / (scale_of(a) or 1.0)
         total += float(gap.square().sum())
     return total
 

@@ -86,20 +86,9 @@ class LayerFunction:
         mean = value @ weight
         centred = self.h - centre[:, None]
         power = centred.square() @ weight
-        slope = torch.where(
-            power > 0,
-            (centred * value) @ weight / power,
-            0.0,
-        )
-        return self.measured(
-            Fit(
-                "affine",
-                1,
-                slope,
-                mean - slope * centre,
-                [],
-            )
-        )
+        slope = torch.where(power > 0, (centred * value) @ weight / power, 0.0)
+        line = Fit("affine", 1, slope, mean - slope * centre, [])
+        return self.measured(line)
 
     def measured(self, fit: Fit) -> Fit:
         """Return a fit with its errors."""
@@ -129,18 +118,10 @@ class PolynomialFitter:
         root = self._root()
         reach = self._reach(root)
         self.limit = -1.0 if function.high is None else 0.0
-        is_live = reach > 0
-        scales = [
-            torch.where(
-                is_live,
-                1 / (share * reach),
-                0.0,
-            )
-            for share in _SHARES
-        ]
-        self.scales = torch.stack(scales)
+        shares = torch.tensor(_SHARES, dtype=reach.dtype, device=reach.device)
+        self.scales = (1 / (shares[:, None] * reach)).masked_fill(reach == 0, 0.0)
         constant = (function.gamma == 0).double()
-        self.shifts = torch.where(is_live, -root * self.scales, constant)
+        self.shifts = torch.where(reach > 0, -root * self.scales, constant)
         moments = map(self._moments, self.scales, self.shifts)
         powers, products = zip(*moments, strict=True)
         self.powers = torch.stack(powers)

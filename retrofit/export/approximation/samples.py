@@ -43,14 +43,8 @@ def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSampl
     far it may be.
     """
     few = min(few, h.shape[1])
-    ranks = (
-        torch.arange(
-            _TAIL,
-            dtype=h.dtype,
-            device=h.device,
-        )
-        + 0.5
-    ) / _TAIL
+    steps = torch.arange(_TAIL, dtype=h.dtype, device=h.device)
+    ranks = (steps + 0.5) / _TAIL
     excess = -_HEAVY * torch.log1p(-ranks)
     above = _beyond(h, few, excess)
     below = -_beyond(-h, few, excess)
@@ -73,22 +67,11 @@ def gaussian(channels: int, device: torch.device | None = None) -> WeightedSampl
     """Return what running statistics alone say of standardized values: the quantiles of a standard
     normal.
     """
-    ranks = (
-        torch.arange(
-            _QUANTILES,
-            dtype=torch.float64,
-            device=device or "cpu",
-        )
-        + 0.5
-    )
-    ranks = ranks / _QUANTILES
+    steps = torch.arange(_QUANTILES, dtype=torch.float64, device=device or "cpu")
+    ranks = (steps + 0.5) / _QUANTILES
     h = torch.special.ndtri(ranks).expand(channels, -1)
-    return with_tails(
-        h,
-        torch.full_like(ranks, 1 / _QUANTILES),
-        _IMAGINED,
-        _EXTREMES,
-    )
+    weight = torch.full_like(ranks, 1 / _QUANTILES)
+    return with_tails(h, weight, _IMAGINED, _EXTREMES)
 
 
 class Observer:

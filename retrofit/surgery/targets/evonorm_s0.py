@@ -49,15 +49,8 @@ class EvoNormConverter(FusedConverter):
             return {"weight": slope, "bias": source.beta - slope * source.mean}
         group_std = _group_std(source, new.groups, new.eps)
         std = group_std.repeat_interleave(len(slope) // new.groups)
-        ranks = (
-            torch.arange(
-                _SAMPLES,
-                dtype=torch.float64,
-                device=slope.device,
-            )
-            + 0.5
-        )
-        normal = torch.special.ndtri(ranks / _SAMPLES).unsqueeze(1)
+        steps = torch.arange(_SAMPLES, dtype=torch.float64, device=slope.device)
+        normal = torch.special.ndtri((steps + 0.5) / _SAMPLES).unsqueeze(1)
         expected = silu(source.gamma * normal + source.beta).mean(0)
         inputs = source.mean + source.sigma * normal
         unshifted = silu(slope * inputs).mean(0)
