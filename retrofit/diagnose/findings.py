@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer, mean_of
+from retrofit.diagnose.perturbations import Attenuation, InputNoise
 from retrofit.utils.text import shortlist
 
 # A layer with a larger P1 has collapsed.
@@ -21,6 +22,7 @@ def sentences(networks: Mapping[str, Diagnosis]) -> list[str]:
 def _findings(diagnosis: Diagnosis) -> Iterator[str]:
     yield from _gaussianity_findings(diagnosis.layers)
     yield from _layer_findings(diagnosis.layers)
+    yield from _omissions(diagnosis.layers)
     unmeasured = diagnosis.unmeasured
     if unmeasured:
         yield (
@@ -28,7 +30,9 @@ def _findings(diagnosis: Diagnosis) -> Iterator[str]:
             "activation or do not hold the images in their first dimension, and are not measured "
             f"({shortlist(unmeasured)})"
         )
-    yield from _noise_findings(diagnosis)
+    for noise in diagnosis.noise[:1]:
+        yield _course_of(noise)
+    yield from _input_noise_findings(diagnosis.input_noise)
     if diagnosis.attack is not None:
         yield f"top-1 {diagnosis.attack.top1:.1f}% under {diagnosis.attack.attack}"
 
@@ -59,6 +63,9 @@ def _layer_findings(layers: Sequence[Layer]) -> Iterator[str]:
     if linearities:
         linear = sum(linearity > _LINEAR for linearity in linearities)
         yield f"{linear} of {len(linearities)} activations act almost linearly (above {_LINEAR:g})"
+
+
+def _omissions(layers: Sequence[Layer]) -> Iterator[str]:
     few = sum(layer.henze_zirkler is None for layer in layers)
     if few:
         yield (
@@ -67,21 +74,20 @@ def _layer_findings(layers: Sequence[Layer]) -> Iterator[str]:
         )
 
 
-def _noise_findings(diagnosis: Diagnosis) -> Iterator[str]:
-    if diagnosis.noise:
-        first = diagnosis.noise[0]
-        ratio = first.errors[-1] / max(first.errors[0], 1e-30)
-        course = "shrinks"
-        if ratio > 1:
-            course = "grows"
-        yield (
-            f"noise added at {first.source} {course} on its way: "
-            f"relative to the signal it is {ratio:.2f} times as large at {first.layers[-1]}"
-        )
-    if not diagnosis.input_noise:
+def _course_of(noise: Attenuation) -> str:
+    ratio = noise.errors[-1] / max(noise.errors[0], 1e-30)
+    course = "grows" if ratio > 1 else "shrinks"
+    return (
+        f"noise added at {noise.source} {course} on its way: relative to the signal it is "
+        f"{ratio:.2f} times as large at {noise.layers[-1]}"
+    )
+
+
+def _input_noise_findings(answers: Sequence[InputNoise]) -> Iterator[str]:
+    if not answers:
         return
-    clean = diagnosis.input_noise[0]
-    noisy = diagnosis.input_noise[-2]
+    clean = answers[0]
+    noisy = answers[-2]
     noise = f"with noise of {noisy.level:g} on the images"
     if clean.top1 is None or noisy.top1 is None:
         yield f"{noisy.agreement:.1f}% of the answers are the same {noise}"

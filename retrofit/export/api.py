@@ -167,6 +167,14 @@ def _node_counts(proto: onnx.ModelProto) -> dict[str, int]:
     return dict(Counter(sorted(node.op_type for node in proto.graph.node)).most_common())
 
 
+def _labels_of(record: Record, proto: onnx.ModelProto) -> list[str] | None:
+    """Return the names of the outputs; None if unknown, or those of another classifier."""
+    labels = record.labels or None
+    if labels is not None and _classes_of(proto) not in (None, len(labels)):
+        return None
+    return labels
+
+
 def _classes_of(proto: onnx.ModelProto) -> int | None:
     """Return the number of classes where the model gives scores (N, classes) alone."""
     shapes = [output.type.tensor_type.shape.dim for output in proto.graph.output]
@@ -189,14 +197,10 @@ class _NetworkFacts:
     def of(cls, request: Request, proto: onnx.ModelProto) -> "_NetworkFacts":
         """Collect the record of a network, as far as it is true of the exported model."""
         record = record_of(request.model)
-        labels = record.labels
-        # Those of a classifier that the network had before
-        if labels and _classes_of(proto) not in (None, len(labels)):
-            labels = None
         preprocess = None
         if record.preprocess is not None:
             preprocess = {**record.preprocess.to_dict(), "input_size": list(request.sample)}
-        return cls(request, record, labels or None, preprocess)
+        return cls(request, record, _labels_of(record, proto), preprocess)
 
     def shared(self) -> dict[str, Any]:
         """Return what metadata and report both say."""

@@ -157,16 +157,9 @@ def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]
         for call in calls:
             for name, lmbda in lambda_values(network, call.args[0]).items():
                 values[name].append(lmbda.double())
+    layers: dict[str, Any] = {name: network.get_submodule(name) for name in values}
     return {
-        name: _lambda_of(network.get_submodule(name), float(torch.cat(batches).mean()))
-        for name, batches in values.items()
-        if _estimates(network.get_submodule(name))
+        name: 1 + float(layer.effective_alpha) * float(torch.cat(values[name]).mean() - 1)
+        for name, layer in layers.items()
+        if layer.channel_map() is None
     }
-
-
-def _estimates(layer: Any) -> bool:
-    return layer.channel_map() is None
-
-
-def _lambda_of(layer: Any, estimate: float) -> float:
-    return 1 + float(layer.effective_alpha) * (estimate - 1)

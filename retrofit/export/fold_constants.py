@@ -153,11 +153,10 @@ def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
     if not _are_float32_and_alike(value, x, result):
         return None
     rank = len(shape_of(x))
-    first_of_value = rank - value.ndim
-    dims = [dim for dim, size in enumerate(value.shape, first_of_value) if size != 1]
-    if dims in ([1], [rank - 1]):
-        return dims[0]
-    return None
+    sizes = enumerate(value.shape, rank - value.ndim)
+    dims = [dim for dim, size in sizes if size != 1]
+    is_known = dims in ([1], [rank - 1])
+    return dims[0] if is_known else None
 
 
 def _are_float32_and_alike(value: Tensor, x: Node, result: Node) -> bool:
@@ -171,13 +170,11 @@ def merge_adjacent_maps(graph: FoldingGraph) -> None:
     for node, affine in graph.affine_maps():
         previous: Any = node.args[0]
         before = graph.affine_map(previous)
-        if before is None or before.dim != affine.dim:
-            continue
-        if users_of(previous) != [node]:
-            continue
-        graph.set_module(node, before.then(affine))
-        node.args = previous.args
-        graph.erase(previous)
+        is_alone = users_of(previous) == [node]
+        if is_alone and before is not None and before.dim == affine.dim:
+            graph.set_module(node, before.then(affine))
+            node.args = previous.args
+            graph.erase(previous)
 
 
 def fold_into_producers(graph: FoldingGraph) -> None:
@@ -187,8 +184,7 @@ def fold_into_producers(graph: FoldingGraph) -> None:
         layer = graph.linear(producer)
         if layer is None or users_of(producer) != [node]:
             continue
-        outputs = layer.weight.shape[:2]
-        if _fits(producer, affine, outputs):
+        if _fits(producer, affine, layer.weight.shape[:2]):
             graph.set_linear(producer, layer.then(affine.scale, affine.shift))
             graph.replace(node, producer)
 
@@ -275,7 +271,11 @@ def lower_affine_maps(graph: FoldingGraph) -> None:
         else:
             left |= affine.layers
             graph.set_module(node, affine.lowered())
-    for name in graph.mapped_layers - left:
+    _note_folded(graph, graph.mapped_layers - left)
+
+
+def _note_folded(graph: FoldingGraph, names: set[str]) -> None:
+    for name in names:
         if graph.layers.get(name) == "affine":
             graph.layers[name] = "folded"
 

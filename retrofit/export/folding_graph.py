@@ -95,12 +95,7 @@ class FoldingGraph:
         # Layers that an affine map is, or was, a part of
         self.mapped_layers: set[str] = set()
         self._constants = _constants_of(self.module)
-        # Tied weights are several attributes of one memory
-        self._readers = Counter(
-            _memory(value_of(self.module, node))
-            for node in self.graph.find_nodes(op="get_attr")
-            for _ in node.users
-        )
+        self._readers = _readers_of(self.module)
         self._added = 0
 
     def calls(self, target: Any) -> list[Node]:
@@ -228,8 +223,7 @@ class FoldingGraph:
 
 def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
     """Compute the nodes that no input reaches, nothing writes to, and are not random."""
-    copies = module.graph.find_nodes(op="call_function", target=ATEN.copy_.default)
-    written = {node.args[0] for node in copies}
+    written = {node.args[0] for node in module.graph.nodes if node.target is ATEN.copy_.default}
     values: dict[Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and node not in written:
@@ -237,6 +231,15 @@ def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
         elif _is_pure(node) and values.keys() >= set(node.all_input_nodes):
             values[node] = _call(node, values)
     return values
+
+
+def _readers_of(module: fx.GraphModule) -> Counter[int]:
+    """Count the readers of each memory: tied weights are several attributes of one."""
+    return Counter(
+        _memory(value_of(module, node))
+        for node in module.graph.find_nodes(op="get_attr")
+        for _ in node.users
+    )
 
 
 def _call(node: Node, values: dict[Node, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -203,14 +202,18 @@ class Request:
         """Return calls with all of some images: one alone, three, and the others in larger batches;
         with a fixed batch, calls of that size alone.
         """
-        count = len(images)
-        sizes = [1, 3, *[32] * (count // 32 + 1)]
-        if self.batch is not None:
-            sizes = [self.batch] * (count // self.batch)
-        ends = pairwise(accumulate(sizes, initial=0))
-        device = device_of(self.network)
-        batches = [torch.stack(list(images[first:end])) for first, end in ends if first < count]
-        return [Call((batch,)).to(device, torch.float32) for batch in batches]
+        if not images:
+            return []
+        samples = torch.stack(list(images)).to(device_of(self.network), torch.float32)
+        if self.batch is None:
+            return [Call((batch,)) for batch in _in_several_sizes(samples)]
+        batches = samples.split(self.batch)
+        return [Call((batch,)) for batch in batches if len(batch) == self.batch]
+
+
+def _in_several_sizes(samples: Tensor) -> list[Tensor]:
+    batches = [samples[:1], samples[1:4], *samples[4:].split(32)]
+    return [batch for batch in batches if len(batch)]
 
 
 def problems_of_tolerance(tolerance: float | None, advice: str) -> Iterator[str]:

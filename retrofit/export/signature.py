@@ -96,9 +96,8 @@ class TensorArgument:
         if sizes[1:] == self.sizes[1:]:
             return f"fold it again without `batch`, or with `batch={sizes[0]}`"
         advice = f"fold it again with `input_size={sizes[1:]}`"
-        is_image = len(sizes) > 2 and sizes[1] == self.sizes[1]
-        if is_image:
-            return f"{advice}, or with `dynamic_size=True`"
+        if len(sizes) > 2 and sizes[1] == self.sizes[1]:
+            advice += ", or with `dynamic_size=True`"
         return advice
 
     def _refusal(self, expected: Any, passed: Any, advice: str) -> RetrofitError:

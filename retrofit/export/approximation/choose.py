@@ -141,15 +141,20 @@ def answers(
     """Return the tensors that a captured network answers, with fits in the place of transforms and
     their ReLUs.
     """
+    run = _Run(module, _modules_instead(module, fits or {}), observer)
+    arguments = tree_leaves((call.args, dict(call.kwargs)))
+    return list(tensors_of(run.run(*arguments)))
+
+
+def _modules_instead(module: fx.GraphModule, fits: Mapping[Node, Fit]) -> dict[Node, nn.Module]:
+    """Return what computes in the place of transforms, and of the ReLUs that fits include."""
     instead: dict[Node, nn.Module] = {}
-    for node, fit in (fits or {}).items():
+    for node, fit in fits.items():
         transform = Transform.of(module, node)
         instead[node] = _form_of(fit, transform)
         if fit.has_activation and transform.relu is not None:
             instead[transform.relu] = nn.Identity()
-    run = _Run(module, instead, observer)
-    arguments = tree_leaves((call.args, dict(call.kwargs)))
-    return list(tensors_of(run.run(*arguments)))
+    return instead
 
 
 def _form_of(fit: Fit, transform: Transform) -> nn.Module:
@@ -276,12 +281,14 @@ def _most_effective_step(
     chosen: Mapping[Node, Candidate], options: Mapping[Node, Sequence[Candidate]]
 ) -> tuple[Node, Candidate]:
     """Return the layer and its dearer option that take off most squared error for their cost."""
-    best = -math.inf
-    for node, now in chosen.items():
-        for option in options[node]:
-            if option.cost > now.cost:
-                effect = (now.error - option.error) / (option.cost - now.cost)
-                if effect > best:
-                    best = effect
-                    step = node, option
-    return step
+    steps = [
+        (node, option)
+        for node, now in chosen.items()
+        for option in options[node]
+        if option.cost > now.cost
+    ]
+    return max(steps, key=lambda step: _effect(chosen[step[0]], step[1]))
+
+
+def _effect(now: Candidate, dearer: Candidate) -> float:
+    return (now.error - dearer.error) / (dearer.cost - now.cost)

@@ -81,14 +81,12 @@ class LayerFunction:
     def affine(self) -> Fit:
         """Return the least-squares line, which leaves a ReLU to itself."""
         value = self.unlimited(self.h)
-        weight = self.weight
-        centre = self.h @ weight
-        mean = value @ weight
+        centre = self.h @ self.weight
         centred = self.h - centre[:, None]
-        power = centred.square() @ weight
-        slope = torch.where(power > 0, (centred * value) @ weight / power, 0.0)
-        line = Fit("affine", 1, slope, mean - slope * centre, [])
-        return self.measured(line)
+        power = centred.square() @ self.weight
+        slope = torch.where(power > 0, (centred * value) @ self.weight / power, 0.0)
+        shift = value @ self.weight - slope * centre
+        return self.measured(Fit("affine", 1, slope, shift, []))
 
     def measured(self, fit: Fit) -> Fit:
         """Return a fit with its errors."""

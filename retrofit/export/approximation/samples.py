@@ -43,23 +43,23 @@ def with_tails(h: Tensor, weight: Tensor, total: int, few: int) -> WeightedSampl
     far it may be.
     """
     few = min(few, h.shape[1])
-    steps = torch.arange(_TAIL, dtype=h.dtype, device=h.device)
-    ranks = (steps + 0.5) / _TAIL
-    excess = -_HEAVY * torch.log1p(-ranks)
-    above = _beyond(h, few, excess)
-    below = -_beyond(-h, few, excess)
+    above = _beyond(h, few)
+    below = -_beyond(-h, few)
     values = torch.cat([h, above, below], 1)
     share = 1 / (total * _TAIL)
     guessed = weight.new_full((2 * _TAIL,), share)
     return WeightedSample(values, torch.cat([weight, guessed]), h.shape[1])
 
 
-def _beyond(h: Tensor, few: int, excess: Tensor) -> Tensor:
-    """Return values beyond the largest of each channel, by multiples of the mean excess of the
-    `few` largest.
+def _beyond(h: Tensor, few: int) -> Tensor:
+    """Return values beyond the largest of each channel, of an exponential law whose mean is the
+    excess of the `few` largest.
     """
     largest = h.topk(few, 1).values
     mean_excess = largest.mean(1, keepdim=True) - largest[:, -1:]
+    steps = torch.arange(_TAIL, dtype=h.dtype, device=h.device)
+    ranks = (steps + 0.5) / _TAIL
+    excess = -_HEAVY * torch.log1p(-ranks)
     return largest[:, :1] + mean_excess * excess
 
 
