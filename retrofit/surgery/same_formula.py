@@ -4,16 +4,17 @@ converted as that.
 Libraries derive classes from torch's normalization layers, or write them anew, and change no
 arithmetic: LayerNorm over the channels of maps, a frozen BatchNorm, GroupNorm with an activation.
 The layer and its candidate hold the same attributes and tensors under two classes, and are run on
-the same seeded inputs with the same random parameters: in evaluation and in training, contiguous
-and not. Outputs, gradients and running statistics have to agree.
+the same seeded inputs in float64: in evaluation and in training, contiguous and not, with random
+parameters and with the layer's own. Outputs, gradients and running statistics have to agree.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,6 @@ from retrofit.graph.source import methods_of
 from retrofit.utils.snapshot import left_as_it_was
 
 _EPSILONS = (1e-5, 1e-6, 1e-3, 1e-12)
-# Of the largest value of an output, gradient or statistic
-_TOLERANCE = 1e-4
 _PROCESSES = re.compile(r"^dist(ributed)?$|world_size|process_group|all_(reduce|gather)|sync")
 _MODULE = ("train", "eval", "__call__", "parameters", "named_parameters")
 _MAPS = "torchvision.models.convnext.LayerNorm2d"
@@ -39,13 +38,10 @@ _FUSED = {
 
 @dataclass(frozen=True)
 class Formula:
-    """A known class, and the attributes that it needs beside those of the layer; `is_fused` if the
-    layer's only child is its activation.
-    """
+    """A known class, and the attributes that it needs beside those of the layer."""
 
     kind: str
     attributes: dict[str, Any] = field(default_factory=dict)
-    is_fused: bool = False
 
     def layer(self, module: nn.Module) -> nn.Module:
         """Return a layer of the known class around tensors, hooks and attributes of `module`."""
@@ -55,11 +51,10 @@ class Formula:
         vars(new).update(vars(module))
         for store in ("_parameters", "_buffers", "_modules"):
             vars(new)[store] = dict(vars(module)[store])
-        if self.is_fused:
-            (activation,) = module.children()
-            new._modules = {"act": activation, "drop": nn.Identity()}
-            vars(new)["_fast_norm"] = False
-        vars(new).update(self.attributes)
+        if "act" in self.attributes:
+            new._modules.clear()
+        for key, value in self.attributes.items():
+            setattr(new, key, value)
         for name in {"weight", "bias"} - new._buffers.keys():
             new._parameters.setdefault(name, None)
         return new
@@ -76,9 +71,13 @@ _BASES = {
 }
 """torch's private bases, and the classes that fix the number of an input's dimensions."""
 
-# The known class, or why none is proved, by class and by all that modules of the class may differ in
-# but their tensors' values.
-_PROVED: dict[tuple[type, str], Formula | str] = {}
+_PROVED: WeakKeyDictionary[nn.Module, Formula | str] = WeakKeyDictionary()
+# Which candidate agrees, or why none does, by class and by all that modules of the class may differ
+# in but their tensors' values.
+_AGREEING: dict[tuple[type, str], int | str] = {}
+
+# Tensors, children and hooks, which are described by themselves or are not called.
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 ANOTHER_FUNCTION = "another function on random inputs"
 
@@ -94,10 +93,28 @@ def proved_formula(
         shapes: Shapes of inputs, (N, C, *), that it has to agree on; all that fit the known class
             if there are none.
     """
-    key = type(module), f"{_settings(module)} {shapes}"
-    if key not in _PROVED:
-        _PROVED[key] = _first_agreeing(module, _candidates(module, set(known)), shapes)
-    return _PROVED[key]
+    if shapes:
+        return _first_agreeing(module, _candidates(module, set(known)), shapes)
+    if module not in _PROVED:
+        _PROVED[module] = _proved_by_class(module, list(_candidates(module, set(known))))
+    return _PROVED[module]
+
+
+def _proved_by_class(module: nn.Module, candidates: Sequence[Formula]) -> Formula | str:
+    """Compare with random parameters once a class and its settings, with the layer's own each
+    time.
+    """
+    key = type(module), _settings(module)
+    if key not in _AGREEING:
+        result = _first_agreeing(module, candidates)
+        _AGREEING[key] = result if isinstance(result, str) else candidates.index(result)
+    agreeing = _AGREEING[key]
+    if isinstance(agreeing, str):
+        return agreeing
+    formula = candidates[agreeing]
+    if not agrees(module, formula, random=False):
+        return ANOTHER_FUNCTION
+    return formula
 
 
 def _settings(module: nn.Module) -> str:
@@ -105,15 +122,13 @@ def _settings(module: nn.Module) -> str:
     tensors = *module.named_parameters(), *module.named_buffers()
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors]
     attributes = [
-        (name, value)
-        for name, value in vars(module).items()
-        if name != "training" and not isinstance(value, dict)
+        (name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE
     ]
     return f"{shapes} {attributes} {list(module.children())}"
 
 
 def _first_agreeing(
-    module: nn.Module, candidates: Iterable[Formula], shapes: Sequence[Sequence[int]]
+    module: nn.Module, candidates: Iterable[Formula], shapes: Sequence[Sequence[int]] = ()
 ) -> Formula | str:
     if reason := _unprovable(module):
         return reason
@@ -141,30 +156,45 @@ def _unprovable(module: nn.Module) -> str:
 
 
 def agrees(
-    module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = ()
+    module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = (), random: bool = True
 ) -> bool | None:
     """Whether a layer computes what a known class does, on inputs of some shapes, or all that fit
-    the known class; None if it takes none of them. The layer is not changed.
+    the known class; None if it takes none of them.
+
+    Parameters and statistics are random, or the layer's own, which a meta layer lacks. The layer is
+    not changed.
     """
+    if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return True
     # Anything may come out of a layer's own code.
-    with (
-        suppress(Exception),
-        left_as_it_was(module),
-        torch.enable_grad(),
-        torch.random.fork_rng(devices=[]),
-    ):
-        torch.manual_seed(0)
+    with suppress(Exception), left_as_it_was(module):
         other = formula.layer(module)
-        values = _random_values(module)
-        verdicts = {
+        shapes = shapes or _shapes(other)[: None if random else 1]
+        # Some layers take no double precision; these are compared in single.
+        for dtype in (torch.float64, torch.float32):
+            verdicts = _verdicts(module, other, shapes, random, dtype)
+            if verdicts != {None}:
+                return False not in verdicts
+    return None
+
+
+def _verdicts(
+    module: nn.Module,
+    other: nn.Module,
+    shapes: Sequence[Sequence[int]],
+    random: bool,
+    dtype: torch.dtype,
+) -> set[bool | None]:
+    """Compare two layers on seeded inputs of every shape, in evaluation and in training."""
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        values = _values(module, random, dtype)
+        return {
             _same((module, other), values, x, training)
-            for shape in shapes or _shapes(other)
-            for x in _inputs(shape)
+            for shape in shapes
+            for x in _inputs(shape, dtype)
             for training in (False, True)
         }
-        if verdicts != {None}:
-            return False not in verdicts
-    return None
 
 
 def _candidates(module: nn.Module, known: set[str]) -> list[Formula]:
@@ -217,8 +247,9 @@ def _with_activation(module: nn.Module, plain: Sequence[Formula]) -> list[Formul
     children = list(module.children())
     if len(children) != 1 or children[0].state_dict():
         return []
+    fused = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
     return [
-        replace(formula, kind=_FUSED[formula.kind], is_fused=True)
+        Formula(_FUSED[formula.kind], {**formula.attributes, **fused})
         for formula in plain
         if formula.kind in _FUSED
     ]
@@ -250,82 +281,69 @@ def _channels(layer: Any) -> int:
     return int(getattr(layer, "num_channels", None) or layer.num_features)
 
 
-def _inputs(shape: Sequence[int]) -> Iterator[Tensor]:
+def _inputs(shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
     """Yield random tensors of a shape, some samples so small that eps counts: in order, transposed,
     and with gaps.
     """
-    one_a_sample = (shape[0], *[1] * (len(shape) - 1))
-    scale = 10 ** (4 * torch.rand(one_a_sample) - 3)
-    x = scale * (torch.randn(*shape) + 0.5)
+    scale = 10 ** (4 * torch.rand(shape[0], *[1] * (len(shape) - 1), dtype=torch.float64) - 3)
+    x = (scale * (torch.randn(*shape, dtype=torch.float64) + 0.5)).to(dtype)
     yield x
     yield x.transpose(0, -1).contiguous().transpose(0, -1)
     yield x.repeat_interleave(2, -1)[..., ::2]
 
 
-def _random_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return values for a layer's tensors, far from 0, so that none is without effect."""
-    tensors = {**module._parameters, **module._buffers}
-    return {
-        name: _random_value(name, tensor) for name, tensor in tensors.items() if tensor is not None
-    }
-
-
-def _random_value(name: str, tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    if "var" in name:
-        return 10 ** (6 * torch.rand(tensor.shape) - 5)
-    if "weight" in name:
-        return torch.randn(tensor.shape) + 1.0
-    return torch.randn(tensor.shape) + 0.3
+def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+    values = {}
+    for name, tensor in (
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ):
+        if not tensor.is_floating_point():
+            values[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        elif not random:
+            values[name] = tensor.detach().cpu().to(dtype)
+        elif "var" in name:
+            exponents = 6 * torch.rand(tensor.shape, dtype=torch.float64) - 5
+            values[name] = (10**exponents).to(dtype)
+        else:
+            # Far from 0, so that no parameter is without effect.
+            center = 0.3
+            if "weight" in name:
+                center = 1.0
+            values[name] = torch.randn(tensor.shape, dtype=dtype) + center
+    return values
 
 
 def _same(
     layers: Sequence[Any], values: dict[str, Tensor], x: Tensor, training: bool
 ) -> bool | None:
     """Whether copies of a layer and its candidate, with other values, answer an input alike; None
-    if the layer refuses it.
+    if the layer refuses it. No hook is called.
     """
-    layer, candidate = layers
-    try:
-        ours = _answers(layer, values, x, training)
-    # A layer's own code may raise anything.
-    except Exception:
-        return None
-    # A known class that refuses what the layer takes is another function.
-    with suppress(Exception):
-        return all(map(_close, ours, _answers(candidate, values, x, training)))
-    return False
-
-
-def _answers(
-    layer: Any, values: dict[str, Tensor], x: Tensor, training: bool
-) -> list[Tensor | None]:
-    """Return the output, gradients and buffers of a copy with other values; no hook is called."""
-    cls = cast(Any, type(layer))
-    copied = cls.__new__(cls)
-    buffers = {name: _copy(values.get(name)) for name in layer._buffers}
-    parameters = {name: _trained(values.get(name)) for name in layer._parameters}
-    vars(copied).update(
-        vars(layer),
-        _buffers=buffers,
-        _parameters=parameters,
-        training=training,
-    )
-    inputs = x.detach().requires_grad_()
-    out = copied.forward(inputs)
-    trained = [inputs, *(value for value in parameters.values() if value is not None)]
-    seeded = torch.Generator().manual_seed(1)
-    loss = (out * torch.randn(out.shape, generator=seeded)).sum()
-    return [out, *torch.autograd.grad(loss, trained, allow_unused=True), *buffers.values()]
-
-
-def _copy(value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.clone()
-
-
-def _trained(value: Tensor | None) -> nn.Parameter | None:
-    return None if value is None else nn.Parameter(value.clone())
+    answers: list[list[Tensor | None]] = []
+    for layer in layers:
+        inputs = x.detach().requires_grad_()
+        buffers: dict[str, Tensor | None] = dict.fromkeys(layer._buffers)
+        parameters: dict[str, Tensor | None] = dict.fromkeys(layer._parameters)
+        for name in buffers.keys() & values.keys():
+            buffers[name] = values[name].clone()
+        for name in parameters.keys() & values.keys():
+            parameters[name] = nn.Parameter(values[name].clone())
+        cls = cast(Any, type(layer))
+        new = cls.__new__(cls)
+        vars(new).update(vars(layer), _buffers=buffers, _parameters=parameters, training=training)
+        try:
+            out = new.forward(inputs)
+        # A layer's own code may raise anything, and a known class may take inputs that it refuses.
+        except Exception:
+            if answers:
+                return False
+            return None
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+        trained = [inputs, *(value for value in parameters.values() if value is not None)]
+        grads = torch.autograd.grad((out * weights).sum(), trained, allow_unused=True)
+        answers.append([out, *grads, *buffers.values()])
+    return all(map(_close, *answers))
 
 
 def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:
@@ -333,11 +351,13 @@ def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:
         return ours is theirs
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    largest = float(theirs.detach().abs().nan_to_num(0, 0, 0).max()) if theirs.numel() else 0.0
+    # Some classes compute in float32 whatever they are given.
+    share = 1e-5
+    if ours.dtype == torch.float32:
+        share = 1e-4
+    largest = 0.0
+    if theirs.numel():
+        largest = float(theirs.detach().abs().nan_to_num(0, 0, 0).amax())
     return torch.allclose(
-        ours,
-        theirs,
-        rtol=0,
-        atol=_TOLERANCE * largest,
-        equal_nan=True,
+        ours.double(), theirs.double(), rtol=0, atol=share * largest, equal_nan=True
     )

@@ -206,6 +206,21 @@ def test_another_formula_stays_unsupported(case: str) -> None:
     assert REASONS.get(case, "another function on random inputs") in norm.reason
 
 
+class ByOptions(nn.LayerNorm):
+    def __init__(self, options: dict[str, bool]) -> None:
+        super().__init__(8)
+        self.options = options
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return 2 * y if self.options["doubled"] else y
+
+
+def test_layers_of_a_class_whose_dictionaries_differ_are_proved_one_by_one() -> None:
+    norms: list[Any] = [classify("", ByOptions({"doubled": value})) for value in (False, True)]
+    assert [norm.status for norm in norms] == ["known", "unsupported"]
+
+
 def test_what_was_compared_with_nothing_is_not_called_another_function() -> None:
     norm: Any = classify("", NoRank(8))
     assert norm.status == "unsupported"
