@@ -28,7 +28,7 @@ from retrofit.networks.contents import checksum, fill, misfit, tensors_of
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, damaged, is_artifact, seal
 from retrofit.networks.own_networks import class_source
 from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
-from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs
+from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs, type_problem
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.surgery.families import find_norms
@@ -128,7 +128,7 @@ def save(
     Raises:
         RetrofitError: If the library does not build this network (the message names the first
             difference), its layers differ in strength because part of a state was loaded into it,
-            or the file cannot be written.
+            it mixes types that it does not run with, or the file cannot be written.
         UsageError: If `model_kwargs` has no `source`, or `labels` are not one per output.
     """
     ensure_writable(path, force)
@@ -145,8 +145,10 @@ def save(
     tensors = contents.to_write(model, structure)
     preprocess = preprocess or record.preprocess or library.preprocess_of(model, origin)
     outputs = sample_outputs(model, preprocess.input_size)
-    if not outputs.not_checked and structure is not model:
-        _check_rebuilt(origin, plans, tensors, outputs)
+    if not outputs.not_checked:
+        _refuse_mixed_types(model, outputs)
+        if structure is not model:
+            _check_rebuilt(origin, plans, tensors, outputs)
     values = {
         "schema": SCHEMA,
         "model": asdict(origin),
@@ -178,6 +180,12 @@ def _conversion_values(plans: Sequence[surgery.Plan]) -> dict[str, Any]:
     steps = [plan.to_dict() for plan in plans]
     conversion = {"to": plans[-1].to, "steps": steps}
     return {"conversion": conversion, "layers": steps[-1]["layers"]}
+
+
+def _refuse_mixed_types(model: nn.Module, outputs: SampledOutputs) -> None:
+    problem = type_problem(model, outputs.size)
+    if problem:
+        raise RetrofitError(f"{problem}; give its tensors one type, with `.float()` say")
 
 
 def _versions() -> dict[str, str]:
@@ -296,9 +304,7 @@ def opened(
     tensors = _read_tensors(path, manifest)
     with nullcontext() if into is None else unchanged_on_failure(into, find_norms(into)):
         model = _built(path, manifest, plans, tensors, into)
-        problem = ""
-        if not manifest.not_checked:
-            problem = manifest.outputs.difference(model)
+        problem = _not_as_saved(model, manifest)
         if problem:
             raise RetrofitError(
                 f"{path} does not come back as it was saved with {_made_with(manifest)}: {problem}"
@@ -376,6 +382,23 @@ def _built(
             "again, or check what it is loaded into"
         )
     return model
+
+
+def _not_as_saved(model: nn.Module, manifest: Manifest) -> str:
+    """Say how a network that was built again is not the one that was saved; empty if it is."""
+    outputs = manifest.outputs
+    if not outputs.not_checked:
+        return outputs.difference(model) or type_problem(model, outputs.size)
+    # Without a checksum of the manifest, anybody may have written that the network was not run.
+    if (
+        not manifest.sealed
+        and not sample_outputs(model, manifest.preprocess.input_size).not_checked
+    ):
+        return (
+            f"the file says that it could not be run ({printable(outputs.not_checked, 100)}), "
+            "and it runs"
+        )
+    return ""
 
 
 def _made_with(manifest: Manifest) -> str:

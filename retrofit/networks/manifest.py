@@ -41,6 +41,7 @@ class Manifest:
         training: By layer, what only training depends on.
         checksum: Of the tensors.
         outputs: What the network answered when it was saved.
+        sealed: Whether a checksum covers the manifest itself.
     """
 
     source: ModelSource
@@ -52,6 +53,7 @@ class Manifest:
     training: dict[str, dict[str, Any]]
     checksum: str
     outputs: SampledOutputs
+    sealed: bool
 
     @classmethod
     def read(cls, path: str | Path) -> "Manifest":
@@ -61,19 +63,20 @@ class Manifest:
             RetrofitError: As for `read_manifest`, or if the manifest is malformed or was changed.
         """
         values = read_manifest(path)
-        if values.get(_SEAL, _digest(values)) != _digest(values):
+        sealed = _SEAL in values
+        if sealed and values[_SEAL] != _digest(values):
             raise RetrofitError(
                 f"the manifest of {path} was changed after it was saved: it does not match its "
                 "checksum; write or fetch it again (to change labels or preprocessing, load the "
                 "network and save it with others)"
             )
         try:
-            return cls._of(values)
+            return cls._of(values, sealed)
         except _MALFORMED as error:
             raise damaged(path, f"its manifest is malformed: {one_line(error)}") from error
 
     @classmethod
-    def _of(cls, values: Mapping[str, Any]) -> "Manifest":
+    def _of(cls, values: Mapping[str, Any], sealed: bool) -> "Manifest":
         source = ModelSource.from_dict(values["model"])
         labels = values["labels"]
         return cls(
@@ -86,6 +89,7 @@ class Manifest:
             training={str(name): dict(row) for name, row in values["training"].items()},
             checksum=str(values["checksum"]),
             outputs=SampledOutputs.from_dict(values["sampled_outputs"]),
+            sealed=sealed,
         )
 
     @property

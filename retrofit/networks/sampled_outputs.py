@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retrofit.inputs import Call, input_shapes, takes_image_list
 from retrofit.record import check_size
 from retrofit.utils import answers
-from retrofit.utils.running import hooked, placement_of, undisturbed
+from retrofit.utils.running import autocast, hooked, placement_of, undisturbed
 from retrofit.utils.text import printable, with_class
 
 # Of the largest value; AVX2 and AVX-512 differ by some 1e-6 of it an operation.
@@ -56,8 +56,8 @@ class Sample:
             if math.isfinite(largest):
                 scale = max(scale, largest)
                 count = min(_SAMPLES, flat.numel())
-                places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64)
-                samples += [_rounded(number) for number in flat[places.long()].tolist()]
+                places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+                samples += [_rounded(number) for number in flat[places].tolist()]
         return cls(_rounded(scale), samples)
 
     def share(self, other: "Sample") -> float:
@@ -186,6 +186,33 @@ def sample_outputs_at(
     if not call.stage and isinstance(answer, Tensor) and answer.ndim == 2:
         outputs = answer.shape[1]
     return SampledOutputs(tuple(size), outputs, values)
+
+
+def type_problem(model: nn.Module, size: Sequence[int]) -> str:
+    """Say that a network mixes float64 with other types in a way that it cannot run with; empty if
+    it does not.
+
+    Sampled outputs are those of a copy in one type, and autocast, which mixes other types, casts no
+    float64. The network is run on an image of `size`, (C, H, W), as it is.
+    """
+    names = {
+        tensor.dtype: name
+        for name, tensor in _named_tensors(model)
+        if tensor.is_floating_point() and tensor.ndim
+    }
+    if torch.float64 not in names or len(names) == 1:
+        return ""
+    device, _ = placement_of(model)
+    for dtype in (None, torch.bfloat16):
+        try:
+            with undisturbed(model), autocast(device, dtype):
+                _image_call(model, size).to(*placement_of(model)).on(model)
+            return ""
+        # Anything may come out of a network's own code.
+        except Exception as error:
+            refusal = with_class(error, 100)
+    kinds = " and ".join(f"{dtype} ({name})" for dtype, name in names.items())
+    return f"its tensors are {kinds}, with which it does not run: {refusal}".replace("torch.", "")
 
 
 def is_small(model: nn.Module, size: Sequence[int]) -> bool:

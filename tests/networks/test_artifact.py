@@ -23,7 +23,7 @@ from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.artifact import load, save
-from retrofit.networks.contents import checksum
+from retrofit.networks.contents import checksum, tensors_of
 from retrofit.networks.library import build
 from retrofit.networks.manifest import is_artifact, read_manifest
 from retrofit.record import ModelSource, Preprocess, Record, record_of
@@ -347,6 +347,30 @@ def test_a_changed_manifest_is_refused(
     save_file(load_file(path), path, metadata={"format": "pt", "retrofit": json.dumps(manifest)})
     with refused("the manifest of .* was changed after it was saved", names=path):
         load(path, into=mynet.small())
+
+
+@pytest.mark.parametrize("why", ["it is large", "it takes no random images of 3x96x96"])
+def test_an_old_file_that_says_that_its_network_cannot_run_is_not_believed(
+    saved: Path, why: str
+) -> None:
+    _unsealed(lambda m: m.update(sampled_outputs={"not_checked": why}))(saved)
+    with refused(rf"says that it could not be run \({why}.*\), and it runs", names=saved):
+        load(saved)
+
+
+@pytest.mark.parametrize("name", ["fc.bias", "conv1.1.running_var", "layer1.0.conv2.weight"])
+def test_a_tensor_of_a_type_that_the_network_does_not_run_with_is_refused(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    model = load(saved)
+    tensor = tensors_of(model)[name]
+    tensor.data = tensor.data.double()
+    problem = rf"float64 \({name}\).*with which it does not run"
+    with refused(problem):
+        save(model, tmp_path / "b.safetensors")
+    rewrite(saved, lambda _manifest, tensors: tensors.update({name: tensors[name].double()}))
+    with refused(problem, names=saved):
+        load(saved)
 
 
 def test_types_that_the_network_runs_with_are_kept(tmp_path: Path) -> None:
