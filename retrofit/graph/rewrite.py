@@ -58,7 +58,7 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
     and gets `module` as a new child, whose name is the norm's and `suffix`. Its class becomes a
     subclass of the same name, in whose method this one expression is replaced: all else in the
     method stays the code that it was. deepcopy, pickle and torch.compile work as before. In an
-    nn.Sequential the entry is replaced.
+    nn.Sequential the entry is replaced, in an fx.GraphModule the node.
     """
     act = site.activation
     assert act is not None
@@ -98,11 +98,13 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     """
     place = act.place
     assert place is not None
-    if isinstance(place.at, str):
+    if isinstance(place.at, str) and place.code is not None:
         return {place.at: module}
     if hasattr(block, child):
         label = f"{type(block).__name__} {act.owner}".rstrip()
         raise RewriteError(f"{label} already has an attribute {child}")
+    if place.code is None or isinstance(place.at, str):
+        return {child: module, **_rewired(block, str(place.at), child)}
     base: Any
     base, edits = getattr(
         type(block),
@@ -132,10 +134,6 @@ def _edit_of(base: Any, act: Activation, code: CodeType, at: tuple[int, int], ch
 
 def _refuse_unwritable(block: nn.Module, base: Any, act: Activation, code: CodeType) -> None:
     """Refuse a block whose method, or pickling, is not its class's, or whose call is elsewhere."""
-    if isinstance(block, fx.GraphModule):
-        raise RewriteError(
-            "its code is generated from a graph; convert the network before it is traced"
-        )
     method = code.co_name
     if method in vars(block):
         label = act.owner or "the model"
@@ -148,6 +146,37 @@ def _refuse_unwritable(block: nn.Module, base: Any, act: Activation, code: CodeT
         )
     if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
         raise RewriteError(f"{base.__name__} defines its own pickling")
+
+
+def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
+    """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds
+    them.
+    """
+    # Of torchvision's feature extractors, which have one for each mode.
+    modes = ("train_graph", "eval_graph")
+    by_mode = [mode for mode in modes if isinstance(getattr(block, mode, None), fx.Graph)]
+    graphs = {mode: copy.deepcopy(getattr(block, mode)) for mode in by_mode or ["graph"]}
+    nodes = [node for graph in graphs.values() for node in graph.nodes if node.name == name]
+    if not nodes:
+        raise RewriteError(
+            f"the graph of {type(block).__name__} has no call {name}, or it is replaced already"
+        )
+    for node in nodes:
+        _call_child(node, child)
+    if by_mode:
+        current = "eval_graph"
+        if block.training:
+            current = "train_graph"
+        graphs["graph"] = graphs.get(current, block.graph)
+    return graphs
+
+
+def _call_child(node: fx.Node, child: str) -> None:
+    """Put a call of a child, of the same input, in the place of a node."""
+    value = node.args[0] if node.args else node.kwargs["input"]
+    with node.graph.inserting_before(node):
+        node.replace_all_uses_with(node.graph.call_module(child, (value,)))
+    node.graph.erase_node(node)
 
 
 @functools.lru_cache(maxsize=512)

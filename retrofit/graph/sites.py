@@ -239,7 +239,7 @@ class _Search(Flows):
         """
         code = activation.code
         calls = [_call_in(code, *step) for step in self.norms[norm]]
-        if calls[0] is None or any(call != calls[0] for call in calls):
+        if code is None or calls[0] is None or any(call != calls[0] for call in calls):
             return None
         name = {m: name for name, m in activation.owner.named_modules()}.get(calls[0].target)
         if name is None or isinstance(calls[0].at, str):
@@ -389,7 +389,7 @@ def _norm_before(flow: Flow, node: fx.Node) -> Place | None:
     return flow.places[norm]
 
 
-def _call_in(code: CodeType, flow: Flow, norm: fx.Node) -> Place | None:
+def _call_in(code: CodeType | None, flow: Flow, norm: fx.Node) -> Place | None:
     """The call that a function makes of a norm, or of a block that returns what the norm does."""
     calls = [flow.places[norm], *flow.returned.get(norm, [])]
     return next((call for call in calls if call.code == code), None)

@@ -49,13 +49,15 @@ class Place(NamedTuple):
     Attributes:
         owner: The module whose method makes the call.
         target: The called module or function, or the name of a tensor's method.
-        code: The function that makes the call.
-        at: Where in it the call ends, line and column; or the name of a Sequential's entry.
+        code: The function that makes the call; None in an fx.GraphModule, whose code follows its
+            graph.
+        at: Where in it the call ends, line and column; or the name of a Sequential's entry, or of a
+            graph's node.
     """
 
     owner: nn.Module
     target: Any
-    code: CodeType
+    code: CodeType | None
     at: tuple[int, int] | str
 
 
@@ -216,6 +218,8 @@ class Tracer(fx.Tracer):
         caller = callers[0]
         code = caller.f_code
         owner = _owner(callers)
+        if isinstance(owner, fx.GraphModule):
+            return Place(owner, target, None, _assigned_name(caller))
         forward = nn.Sequential.forward
         if code is forward.__code__ and type(owner).forward is forward:
             return Place(
@@ -358,6 +362,13 @@ def _end_of_call(caller: FrameType) -> tuple[int, int]:
     instruction = caller.f_lasti // 2
     _, line, _, column = next(islice(caller.f_code.co_positions(), instruction, None))
     return line or 0, column or 0
+
+
+def _assigned_name(caller: FrameType) -> str:
+    """Return the name that a graph's code gives to what the current call returns: its node's."""
+    steps = dis.get_instructions(caller.f_code)
+    after = (step for step in steps if step.offset > caller.f_lasti)
+    return str(next(step.argval for step in after if step.opname == "STORE_FAST"))
 
 
 @contextlib.contextmanager

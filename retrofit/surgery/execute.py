@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Site, Sites
@@ -216,6 +216,10 @@ def unchanged_on_failure(model: nn.Module, norms: Iterable[NormLayer]) -> Iterat
         yield
     except BaseException:
         snapshot.restore()
+        for module in model.modules():
+            if isinstance(module, fx.GraphModule):
+                # Its graph was put back as an attribute; its code is generated from it.
+                module.recompile()
         raise
 
 

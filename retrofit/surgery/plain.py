@@ -238,7 +238,7 @@ def _is_called_with(
     places = [flow.places[node] for flow, node in calls]
     methods = {(place.owner, place.code) for place in places}
     owner, code = methods.pop()
-    if methods or isinstance(owner, fx.GraphModule) or uncalled & set(owner.modules()):
+    if methods or code is None or uncalled & set(owner.modules()):
         return False
     both = {norm, conv}
     above = {module for module, inside in flows.inside.items() if inside & both} - both
@@ -272,7 +272,7 @@ def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
     place = flow.places[node]
     _, constants = flow.variables[node]
     # Code that fx generated from a graph has no source to read.
-    if isinstance(place.owner, fx.GraphModule) or flow.size is not None:
+    if place.code is None or flow.size is not None:
         return True
     arguments = _arguments_down_to(place.code, type(place.owner))
     if arguments is None:

@@ -18,10 +18,13 @@ import torchvision
 from timm.layers.activations_me import SwishMe
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
 from retrofit.graph.sites import find_sites
 from retrofit.graph.source import RewriteError
+from retrofit.surgery.execute import unchanged_on_failure
+from retrofit.surgery.families import find_norms
 from retrofit.utils.answers import tensors_of
 from tests.graph import blocks
 
@@ -67,8 +70,20 @@ SMALL: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "shared": (blocks.Shared, 2), "functional": (blocks.Functional, 2), "sequences": (blocks.Sequences, 3),
     "indexed": (blocks.Indexed, 2), "norm twice": (blocks.NormTwice, 2), "behind dropout": (blocks.BehindDropout, 2),
 }  # fmt: skip
+GRAPHS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a graph": (lambda: torch.fx.symbolic_trace(blocks.Functional()), 2),
+    "a graph in a network": (
+        lambda: nn.Sequential(torch.fx.symbolic_trace(blocks.Indexed()), blocks.Shared()),
+        4,
+    ),
+    "a graph for each mode": (
+        lambda: create_feature_extractor(blocks.BehindDropout(), ["silu"]),
+        2,
+    ),
+}
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     **SMALL,
+    **GRAPHS,
     "mobilenetv3_small": (lambda: timm.create_model("mobilenetv3_small_100", in_chans=4), 23),
     "res2net50": (lambda: timm.create_model("res2net50_48w_2s", in_chans=4), 33),
     "train only": (blocks.TrainOnly, 2),
@@ -93,14 +108,16 @@ def test_the_same_function_in_eval_and_in_train(name: str) -> None:
     assert len(extra) == count
     assert all(key.endswith("seen") for key in extra)
     assert type(model).__qualname__ == type(source).__qualname__
-    assert_same(source, model, torch.randn(2, 4, 32, 32) if "net" in name else X)
+    assert_same(
+        source, model, torch.randn(2, 4, 32, 32) if "net" in name and name not in GRAPHS else X
+    )
 
 
 def negated(_module: nn.Module, _args: Any, output: Any) -> Any:  # a hook that changes what passes
     return {key: -value for key, value in output.items()} if isinstance(output, dict) else -output
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, *GRAPHS])
 def test_copies_and_pickles(name: str, tmp_path: Path) -> None:
     source, model = pair(name)
     wrap(model)
@@ -250,10 +267,18 @@ def test_the_source_must_be_what_runs(flags: int, tmp_path: Path) -> None:
     assert torch.equal(model(X), torch.tanh(model.bn1(model.conv1(X))))
 
 
-def test_code_that_is_generated_from_a_graph_is_refused() -> None:
-    model = torch.fx.symbolic_trace(blocks.Functional())
-    (site, *_) = direct(model)
-    assert "convert the network before it is traced" in rewrite_problem(model, site.activation)
+@pytest.mark.parametrize("name", GRAPHS)
+def test_what_fails_later_leaves_the_graph(name: str) -> None:
+    source, model = pair(name)
+
+    def fail() -> None:
+        wrap(model)
+        raise KeyError
+
+    with pytest.raises(KeyError), unchanged_on_failure(model, find_norms(model)):
+        fail()
+    assert model.state_dict().keys() == source.state_dict().keys()
+    assert_same(source, model)
 
 
 def test_replace_module_takes_every_name() -> None:
