@@ -26,9 +26,6 @@ _SYNC = "call retrofit.sync_norms(model) in its place"
 _INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it out"}
 
 
-_RUNNING = ("running_mean", "running_var", "running_lambda", "num_batches_tracked")
-
-
 class EpsOfNoBatchNorm:
     """The eps of a layer above strength 0, to be shown and compared. Arithmetic with it raises a
     RetrofitError: code that adds it to a variance, to fuse the layer for example, takes the layer
@@ -282,8 +279,14 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
             )
         running = None
         if self.training and self.track_running_stats:
-            mean, var, lmbda, tracked = map(self._buffers.get, _RUNNING)
-            running = Running(mean, var, lmbda, tracked, self.momentum)
+            buffers = self._buffers
+            running = Running(
+                mean=buffers["running_mean"],
+                var=buffers["running_var"],
+                lmbda=buffers["running_lambda"],
+                tracked=buffers["num_batches_tracked"],
+                momentum=self.momentum,
+            )
         out, stats = self._by_own_statistics(x, group, running)
         if running is not None and stats is not None:
             spec = self._normalization(group)

@@ -78,10 +78,11 @@ def apply_statistics(
     ones = torch.ones_like(rstd)
     gamma, beta = ones if weight is None else weight, 0 * ones if bias is None else bias
     constants = torch.stack([c.to(dtype) for c in (mean, rstd, lmbda.to(dtype) - 1, gamma, beta)])
-    layout = layout_of(
-        x.shape, x.stride(), tuple(d for d, n in enumerate(mean.shape) if n == 1), mean.shape
-    )
-    out = layout.empty_like(x)
+    if not is_dense(x.shape, x.stride()):
+        x = x.contiguous()
+    dims = tuple(d for d, n in enumerate(mean.shape) if n == 1)
+    layout = layout_of(x.shape, x.stride(), dims, mean.shape)
+    out = torch.empty_like(x)
     constants = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
     kernels.choose(out).apply(layout.view(out), layout.view(x), layout.dims, constants)
     return out
@@ -119,11 +120,6 @@ class Normalization(NamedTuple):
         own = [self.beside(parameter, x) for parameter in parameters]
         return [None if parameter is None else self.sets(parameter)[0] for parameter in own]
 
-    def layout(self, values: Tensor, dim: tuple[int, ...], affine: list[Tensor | None]) -> Layout:
-        """Return the layout for kernels of the view of a tensor by its sets."""
-        shapes = [None if view is None else view.shape for view in affine]
-        return layout_of(values.shape, values.stride(), dim, *shapes)
-
     def takes_operator(self, x: Tensor) -> bool:
         """Whether a compiler shall see one operator in the place of the formulas."""
         of_batch = self.sets is batch_sets and self.per_channel and self.group is None
@@ -135,23 +131,68 @@ class Normalization(NamedTuple):
             return None
         return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
 
-    def options(self, layout: Layout, strength: Strength, seed: Tensor | None) -> KernelOptions:
-        """Return what kernels take beside tensors."""
-        own = self.eps, self.alpha, self.noise, seed, self.group, self.running
-        return KernelOptions(layout, strength, *own)
+    def in_memory(
+        self, x: Tensor, parameter: Tensor | None, processors: int = 1
+    ) -> tuple[Tensor, Layout, bool]:
+        """Return `x`, or a copy that is dense and has gamma and beta in the order of what they
+        multiply; its layout; and whether Triton's kernels take that.
+        """
+        affine = None if parameter is None else parameter.shape
+        sets: Any = self.sets
+        # Partial functions are no keys: they are equal to themselves alone
+        key = (sets.func, *sets.args) if type(sets) is partial else (sets,)
+        key = affine, self.per_channel, processors, *key
+        layout, takes = _layout_in_memory(x.shape, x.stride(), *key)
+        if layout is None:
+            x = x.contiguous()
+            layout, takes = _layout_in_memory(x.shape, x.stride(), *key)
+            assert layout is not None
+        return x, layout, takes
 
     def statistics(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor
     ) -> Statistics:
         """Return what `normalize` found of the sets of `x`."""
-        values, dim = self.sets(x.detach())
         if kernels.fits(x):
-            values = values if is_dense(x.shape, x.stride()) else values.contiguous()
-            layout = self.layout(values, dim, self.views(x, weight, bias))
+            x, layout, _ = self.in_memory(x.detach(), bias if weight is None else weight)
             sets = math.prod(layout.kept)
-            stats = layout.undo(stats.reshape(-1)[: 4 * sets], layout.kept)
+            stats = layout.undo(stats.reshape(-1)[: 4 * sets])
         mean, var, _, step = stats[:4]
+        values, dim = self.sets(x.detach())
         return Statistics(mean, var, 1 + step, Reductions(dim, self.group).size(values))
+
+
+@lru_cache(maxsize=1024)
+def _layout_in_memory(
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    affine: torch.Size | None,
+    per_channel: bool,
+    processors: int,
+    sets: Any,
+    *arguments: Any,
+) -> tuple[Layout | None, bool]:
+    """Return the layout of tensors for kernels that take them as they lie in memory, and whether
+    Triton's do; None where they are not dense, or gamma and beta lie in another order than what
+    they multiply.
+    """
+    if not is_dense(size, stride):
+        return None, False
+    x = torch.empty_strided(size, stride, device="meta")
+    parameter = None if affine is None else torch.empty(affine, device="meta")
+    spec = Normalization(partial(sets, *arguments), per_channel, 0.0)
+    values, dim = spec.sets(x)
+    (view,) = spec.views(x, parameter)
+    layout = layout_of(values.shape, values.stride(), dim, None if view is None else view.shape)
+    changing = [] if view is None else [d for d in layout.order if view.shape[d] != 1]
+    if changing != sorted(changing):
+        return None, False
+    plan = plan_of(layout.shape, layout.dims, layout.affine, processors)
+    return layout, plan is not None
+
+
+def _dimensions(dim: tuple[int, ...], x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    return x, dim
 
 
 def normality_norm(
@@ -176,7 +217,8 @@ def normality_norm(
     `perturb` describes. Returns the result in `x`'s shape and dtype, and the statistics (lambda as
     estimated: strength does not enter it), None of an empty input.
     """
-    spec = Normalization(lambda x: (x, dim), False, eps, noise, noise_kind, alpha, group)
+    sets = partial(_dimensions, dim)
+    spec = Normalization(sets, False, eps, noise, noise_kind, alpha, group)
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
     out, stats = normalize(x, weight, bias, Strength(t), spec)
     return out, None if stats is None else spec.statistics(x, weight, bias, stats)
@@ -207,12 +249,10 @@ def normalize(
         return _followed(x, weight, bias, strength, spec)
     if not scaled:
         return _with_other_noise(x, weight, bias, strength, spec)
-    module = kernels.choose(x, spec.group) if fits else None
-    if module is not None and module.READS_STRENGTH:
-        return _in_memory(x, weight, bias, strength, spec, module)
-    out: tuple[Tensor, Tensor | None] = _NormalityNorm.apply(
-        x, weight, bias, strength, spec, module
-    )
+    out: tuple[Tensor, Tensor | None]
+    if fits:
+        return _by_kernels(x, weight, bias, strength, spec)
+    out = _ByFormulas.apply(x, weight, bias, strength, spec)
     return out
 
 
@@ -233,70 +273,24 @@ def _with_other_noise(
     return affine(y, spec.beside(weight, x), spec.beside(bias, x)).to(x.dtype), stats
 
 
-def _in_memory(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    strength: Strength,
-    spec: Normalization,
-    module: Any,
+def _by_kernels(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply algorithm 1 by kernels that take tensors as they lie in memory; where these cannot, by
-    torch's operations.
-    """
-    stride = x.stride()
-    # Dense, so that the sets of what is made like it lie as its own do
-    if not is_dense(x.shape, stride):
-        x = x.contiguous()
-        stride = x.stride()
-    layout = None
-    if weight is None or bias is None or weight.shape == bias.shape:
-        parameter = bias if weight is None else weight
-        shape = None if parameter is None else parameter.shape
-        busy = module.processors(x.device)
-        # Partial functions are no keys: they are equal to themselves alone
-        sets: Any = spec.sets
-        key = (sets.func, *sets.args) if isinstance(sets, partial) else (sets,)
-        layout = _layout_in_memory(x.shape, stride, shape, spec.per_channel, busy, *key)
+    """Apply algorithm 1 by the kernels that are chosen for `x`."""
+    module: Any = kernels.choose(x, spec.group)
+    by_triton = module.READS_STRENGTH
+    busy = module.processors(x.device) if by_triton else 1
+    x, layout, takes = spec.in_memory(x, bias if weight is None else weight, busy)
+    if by_triton and not takes:
+        module = eager
     out: tuple[Tensor, Tensor | None]
-    if layout is None:
-        out = _NormalityNorm.apply(x, weight, bias, strength, spec, eager)
-    else:
-        out = _OnGPU.apply(x, weight, bias, strength, spec, layout, module)
+    out = _ByKernels.apply(x, weight, bias, strength, spec, layout, module)
     return out
 
 
-@lru_cache(maxsize=1024)
-def _layout_in_memory(
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    affine: torch.Size | None,
-    per_channel: bool,
-    processors: int,
-    sets: Any,
-    *arguments: Any,
-) -> Layout | None:
-    """Return the layout of dense tensors for kernels that take them as they lie in memory; None
-    where there are none, or gamma and beta lie in another order than what they multiply.
-    """
-    x = torch.empty_strided(size, stride, device="meta")
-    parameter = None if affine is None else torch.empty(affine, device="meta")
-    spec = Normalization(partial(sets, *arguments), per_channel, 0.0)
-    values, dim = spec.sets(x)
-    views = spec.views(x, parameter)
-    layout = spec.layout(values, dim, views)
-    if plan_of(layout.shape, layout.dims, layout.affine, processors) is None:
-        return None
-    if views[0] is not None:
-        changing = [d for d in layout.order if views[0].shape[d] != 1]
-        if changing != sorted(changing):
-            return None
-    return layout
-
-
-class _OnGPU(torch.autograd.Function):
-    """What `_NormalityNorm` does, by kernels that take tensors as they lie in memory, and read the
-    strength themselves.
+class _ByKernels(torch.autograd.Function):
+    """Algorithm 1 with one Newton step, and its closed-form backward, by kernels that take tensors
+    as they lie in memory.
     """
 
     @staticmethod
@@ -312,12 +306,15 @@ class _OnGPU(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         out = torch.empty_like(x)
         seed = spec.seed(x) if spec.noise else None
-        kind = spec.eps, spec.alpha, spec.noise
-        ctx.options = KernelOptions(layout, strength, *kind, seed, spec.group, spec.running)
+        if not module.READS_STRENGTH:
+            strength = Strength(strength.value(compute_dtype(x)))
+        numbers = spec.eps, spec.alpha, spec.noise
+        ctx.options = KernelOptions(layout, strength, *numbers, seed, spec.group, spec.running)
         ctx.module = module
         table = module.forward(out, x, weight, bias, ctx.options)
-        ctx.save_for_backward(x, weight, bias, table)
-        if spec.running is not None:
+        # Recomputed with the rest under activation checkpointing
+        ctx.save_for_backward(x, weight, bias, table, seed)
+        if module.READS_STRENGTH and spec.running is not None:
             return out, None
         ctx.mark_non_differentiable(table)
         return out, table
@@ -325,11 +322,12 @@ class _OnGPU(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, bias, table = ctx.saved_tensors
+        x, weight, bias, table, seed = ctx.saved_tensors
         if grad.stride() != x.stride():
             grad = torch.empty_like(x).copy_(grad)
         grad_x = torch.empty_like(x)
-        gradients = ctx.module.backward(grad_x, x, grad, weight, table, ctx.options)
+        options = ctx.options._replace(seed=seed)
+        gradients = ctx.module.backward(grad_x, x, grad, weight, table, options)
         to_weight = None if weight is None else gradients[0].view(weight.shape).to(weight.dtype)
         to_bias = None if bias is None else gradients[1].view(bias.shape).to(bias.dtype)
         return grad_x, to_weight, to_bias, None, None, None, None
@@ -354,70 +352,42 @@ def _followed(
     return out, torch.stack([mean, var, rstd, lmbda - 1]).detach()
 
 
-class _NormalityNorm(torch.autograd.Function):
-    """Algorithm 1 with one Newton step, and its closed-form backward: through `kernels`, for
-    tensors that a compiler traces through the same formulas as a whole.
-    """
+class _ByFormulas(torch.autograd.Function):
+    """What `_ByKernels` does, by the formulas on whole tensors, for a compiler that traces them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        strength: Strength,
-        spec: Normalization,
-        module: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, x: Tensor, weight: Any, bias: Any, strength: Strength, spec: Normalization
+    ) -> tuple[Tensor, Tensor]:
         seed = spec.seed(x)
-        if module is not None and not is_dense(x.shape, x.stride()):
-            x = x.contiguous()
+        t = strength.value(compute_dtype(x))
         values, dim = spec.sets(x)
-        views = spec.views(x, weight, bias)
-        strength = Strength(strength.value(compute_dtype(x)))
-        layout: Any = None
-        if module is None:
-            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
-            noise = _noise(values, factor, seed)
-            over = Reductions(dim, spec.group)
-            gamma, beta = views
-            out, stats = eager.normalized(values, gamma, beta, t, spec.eps, noise, over)
-            # Not a view, which an in-place operation behind the layer could not change.
-            out = out if out.shape == x.shape else out.reshape(x.shape).clone()
-        else:
-            layout = spec.layout(values, dim, views)
-            out = torch.empty_like(x)
-            options = spec.options(layout, strength, seed)
-            stats = module.forward(spec.sets(out)[0], values, *views, options)
-        ctx.spec, ctx.module, ctx.layout = spec, module, layout
-        ctx.save_for_backward(x, weight, bias, strength.source, seed, stats)
+        gamma, beta = spec.views(x, weight, bias)
+        noise = _noise(values, Strength(t).noise(spec.noise), seed)
+        over = Reductions(dim, spec.group)
+        effective = Strength(t).times(spec.alpha)
+        out, stats = eager.normalized(values, gamma, beta, effective, spec.eps, noise, over)
+        ctx.spec = spec
+        ctx.save_for_backward(x, weight, bias, t, seed, stats)
         ctx.mark_non_differentiable(stats)
-        return out, stats
+        # Not a view, which an in-place operation behind the layer could not change.
+        return out if out.shape == x.shape else out.reshape(x.shape).clone(), stats
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, source, seed, stats = ctx.saved_tensors
+        x, weight, bias, t, seed, stats = ctx.saved_tensors
         spec: Normalization = ctx.spec
-        strength = Strength(source)
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
         grad = spec.sets(grads[0])[0]
-        if ctx.module is None:
-            t, factor = strength.times(spec.alpha), strength.noise(spec.noise)
-            noise = _noise(values, factor, seed)
-            over = Reductions(dim, spec.group)
-            grad_x, y = eager.pulled_back(grad, values, views[0], t, stats, noise, over)
-            grad_x = grad_x.reshape(x.shape)
-            grad = grad.to(y.dtype)
-            gradients: Any = grad * y, grad
-        else:
-            grad_x = torch.empty_like(x)
-            options = spec.options(ctx.layout, strength, seed)
-            tensors = spec.sets(grad_x)[0], values, grad, views[0]
-            affine = ctx.module.backward(*tensors, stats, options)
-            gradients = options.layout.undo(affine, options.layout.full_affine)
-        return grad_x, *map(_like, gradients, views, (weight, bias)), None, None, None
+        noise = _noise(values, Strength(t).noise(spec.noise), seed)
+        over = Reductions(dim, spec.group)
+        effective = Strength(t).times(spec.alpha)
+        grad_x, y = eager.pulled_back(grad, values, views[0], effective, stats, noise, over)
+        grad = grad.to(y.dtype)
+        affine = map(_like, (grad * y, grad), views, (weight, bias))
+        return grad_x.reshape(x.shape), *affine, None, None
 
 
 def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Tensor | None:

@@ -261,7 +261,7 @@ def forward(
     if geometry is None:
         return eager.forward(out, x, weight, bias, options)
     out, x = layout.view(out), layout.view(x)
-    weight, bias = (None if p is None else layout.view(p, layout.affine) for p in (weight, bias))
+    weight, bias = layout.view_affine(weight), layout.view_affine(bias)
     own, group = _options(x, options), options.group
     stats = room(FIELDS, *(1 if d in layout.dims else n for d, n in enumerate(x.shape)))
     tensors = out, x, floats(weight), floats(bias), stats
@@ -292,7 +292,7 @@ def backward(
     if geometry is None:
         return eager.backward(grad_x, x, grad, weight, stats, options)
     grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
-    weight = None if weight is None else layout.view(weight, layout.affine)
+    weight = layout.view_affine(weight)
     own = _options(x, options)
     shares = room(own.threads, 2, *layout.affine).zero_()
     tensors, parts = (grad_x, shares, x, grad.to(x.dtype), floats(weight), stats), None

@@ -290,7 +290,7 @@ def forward(
     """Fill `out` with the result; return `FIELDS` numbers of each set."""
     layout = options.layout
     out, x = layout.view(out), layout.view(x)
-    weight, bias = (None if p is None else layout.view(p, layout.affine) for p in (weight, bias))
+    weight, bias = layout.view_affine(weight), layout.view_affine(bias)
     over, stats = Reductions(layout.dims, options.group), []
     for block in blocks(x, layout.dims, options.group is not None):
         affine = block.of(weight), block.of(bias)
@@ -315,7 +315,7 @@ def backward(
     """
     layout = options.layout
     grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
-    weight = None if weight is None else layout.view(weight, layout.affine)
+    weight = layout.view_affine(weight)
     over = Reductions(layout.dims, options.group)
     grads = torch.zeros((2, *layout.affine), dtype=stats.dtype, device=x.device)
     for block in blocks(x, layout.dims, options.group is not None):

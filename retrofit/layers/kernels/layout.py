@@ -22,8 +22,6 @@ class Layout(NamedTuple):
     order: tuple[int, ...]
     # after it, the shape of one number a set
     kept: tuple[int, ...]
-    # after it, the shape of the affine parameters
-    full_affine: tuple[int, ...]
     # after merging, as the next two
     shape: tuple[int, ...]
     # of the affine parameters; 1 where they broadcast
@@ -31,25 +29,18 @@ class Layout(NamedTuple):
     # of `shape` that the normalized set spans
     dims: tuple[int, ...]
 
-    def view(self, x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """View `x` in this layout, parameters in the shape of `affine`; copies what lies otherwise
-        in memory.
-        """
-        return x.permute(self.order).reshape(self.shape if shape is None else shape).contiguous()
+    def view(self, x: Tensor) -> Tensor:
+        """View a dense tensor in this layout."""
+        return x.as_strided((x.numel(),), (1,)).view(self.shape)
 
-    def empty_like(self, x: Tensor) -> Tensor:
-        """Return room for a result in the tensor's own shape and memory format, of which `view` is
-        a view.
-        """
-        return torch.empty_permuted(x.shape, self.order, dtype=x.dtype, device=x.device)
+    def view_affine(self, parameter: Tensor | None) -> Tensor | None:
+        """View a parameter in this layout, in whose order it lies."""
+        return None if parameter is None else parameter.reshape(self.affine)
 
-    def undo(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return rows of `kept` sizes (a number a set) or `full_affine` ones, with the tensor's own
-        dimensions.
-        """
-        return rows.reshape(-1, *sizes).permute(
-            0, *(1 + self.order.index(d) for d in range(len(self.order)))
-        )
+    def undo(self, rows: Tensor) -> Tensor:
+        """Return rows of numbers for each set with the tensor's own dimensions."""
+        places = (1 + self.order.index(d) for d in range(len(self.order)))
+        return rows.reshape(-1, *self.kept).permute(0, *places)
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +74,6 @@ def layout_of(
     return Layout(
         order=order,
         kept=_one_where(in_set, full),
-        full_affine=_one_where(fixed, full),
         shape=shape,
         affine=_one_where(merged_fixed, shape),
         dims=tuple(d for d, within in enumerate(merged_in_set) if within),
