@@ -35,7 +35,7 @@ OURS = "#2f81f7"
 BASELINE = "#8b949e"
 TODAY = "#e2701a"
 H = torch.linspace(-3, 3, 121)
-STYLES = {"ln": "o-", "gn-pn": "s-", "bnn": "^-"}
+STYLES = {"ln": ("o-", OURS), "gn-pn": ("s-", "#2da44e"), "bnn": ("^-", "#8957e5")}
 
 
 LITE = "tf_efficientnet_lite0"
@@ -213,9 +213,8 @@ def strengths(figure: Figure) -> None:
         for row in rows:
             if row["model"] == model:
                 curves.setdefault(row["target"], []).append((row["strength"], row["top1"]))
-        for target, style in STYLES.items():
+        for target, (style, colour) in STYLES.items():
             points = np.array(curves[target], dtype=float)
-            colour = "#8957e5" if target == "bnn" else OURS
             axes.plot(points[:, 0], points[:, 1], style, color=colour, label=target)
         swap = float(curves["ln, plain swap"][0][1])
         axes.axhline(swap, color=TODAY, label="gamma and beta copied into ln")
@@ -248,15 +247,16 @@ def course(figure: Figure) -> None:
     legend(figure)
 
 
-def by_strength(figure: Figure, function: Callable[[float], Tensor], title: str, x: str) -> None:
+def by_strength(figure: Figure, function: Callable[[float], Tensor], title: str) -> None:
     """Draw a function of h at five strengths."""
     axes = figure.subplots()
+    axes.set_ylabel("transformed value")
     ends = mpl.colors.to_rgb(BASELINE), mpl.colors.to_rgb(OURS)
     for t in (0.0, 0.25, 0.5, 0.75, 1.0):
         mix = tuple((1 - t) * a + t * b for a, b in zip(*ends, strict=True))
         axes.plot(H, function(t), color=mix, label=f"t = {t:g}")
     axes.set_title(title)
-    axes.set_xlabel(x)
+    axes.set_xlabel("normalized value h")
     axes.legend(fontsize=9, frameon=False, handlelength=1)
 
 
@@ -276,6 +276,7 @@ def proxy(figure: Figure) -> None:
     axes.plot(H, torch.relu(gamma * H + moved), color=TODAY, label="β moved to 0: ReLU alone")
     axes.plot(H, restored(moved), color=OURS, label="β moved to 0: with its proxy")
     axes.set_title("ReLU of y = 0.5 n + β, t = 1")
+    axes.set_ylabel("output")
     axes.set_xlabel("normalized value n")
     axes.legend(fontsize=9, frameon=False, handlelength=1)
 
@@ -287,7 +288,6 @@ def path(figure: Figure) -> None:
         figure,
         lambda t: yeo_johnson(H, torch.tensor(1 + t * (0.3 - 1))),
         title,
-        "normalized value h",
     )
 
 
@@ -302,6 +302,7 @@ def noise(figure: Figure) -> None:
     axes.plot(H, H, color=BASELINE, label="without")
     axes.set_title("ξ = 0.4, values from a standard normal: s = 0.8")
     axes.set_xlabel("transformed value")
+    axes.set_ylabel("value in training")
     axes.legend(fontsize=9, frameon=False, handlelength=1)
 
 
