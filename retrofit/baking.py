@@ -336,21 +336,28 @@ class _Trial:
             )
         squares = torch.stack(changes).mean(0)
         count = max(1, round(_WORST * len(squares)))
-        worst = squares.sort(descending=True).values[:count]
-        scores = self._expected[0]
-        agreement = None
-        if scores.ndim == 2:
-            same = scores.argmax(1) == answers[0].argmax(1)
-            agreement = float(same.float().mean())
-        error = float(squares.mean().sqrt())
-        worst_error = float(worst.mean().sqrt())
-        return Stage(threshold, layers, error, worst_error, agreement)
+        worst = squares.topk(count).values
+        return Stage(
+            threshold,
+            layers,
+            error=float(squares.mean().sqrt()),
+            worst=float(worst.mean().sqrt()),
+            top1_agreement=_agreement(self._expected[0], answers[0]),
+        )
 
     def _hooked(self, hook: Callable[..., Tensor]) -> AbstractContextManager[None]:
         return hooked(
             layer.register_forward_hook(partial(hook, name), prepend=True)
             for name, layer in self._layers.items()
         )
+
+
+def _agreement(scores: Tensor, others: Tensor) -> float | None:
+    """Return the share of images with the same highest score; None for what is no scores."""
+    if scores.ndim != 2:
+        return None
+    same = scores.argmax(1) == others.argmax(1)
+    return float(same.float().mean())
 
 
 def _bare_copy(layer: Any) -> Any:
@@ -420,10 +427,7 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
     """
     rows = torch.arange(call.batch, device="cpu").split(_BATCH)
     try:
-        batches = []
-        for batch in (call.select(few) for few in rows):
-            answer = net(*batch.args, **batch.kwargs)
-            batches.append([tensor.float() for tensor in tensors_of(answer)])
+        batches = [_tensors(net, call.select(few)) for few in rows]
         together = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
         if not together or any(len(tensor) != call.batch for tensor in together):
             raise ValueError(f"its outputs are {[tuple(tensor.shape) for tensor in together]}")
@@ -433,6 +437,11 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
             "the network does not answer such images with tensors of one row an image "
             f"({one_line(error)}); bake the part of it that does"
         ) from error
+
+
+def _tensors(net: nn.Module, call: Call) -> list[Tensor]:
+    answer = net(*call.args, **call.kwargs)
+    return [tensor.float() for tensor in tensors_of(answer)]
 
 
 def _regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:

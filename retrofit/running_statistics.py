@@ -173,17 +173,7 @@ def _mean_moments(
     sums: dict[str, Tensor] = {}
 
     def measure(name: str, layer: MigratedGroupNorm, args: tuple[Tensor, ...]) -> None:
-        """Add up m k, k and 1 of each image and group: (3, G), in float64."""
-        (x,) = args
-        scale, shift = layer.input_affine()
-        # One a channel, (C,), beside x's positions.
-        shape = (-1, *(1,) * (x.ndim - 2))
-        standardized = x.double() * scale.view(shape) + shift.view(shape)
-        by_group = standardized.reshape(len(x), layer.num_groups, -1)
-        var, mean = torch.var_mean(by_group, 2, correction=0)
-        k = torch.rsqrt(var + layer.group_eps)
-        of_images = torch.stack([mean * k, k, torch.ones_like(k)])
-        sums[name] = sums.get(name, 0) + of_images.sum(1)
+        sums[name] = sums.get(name, 0) + _sums_of_moments(layer, args[0])
 
     watched = hooked(
         layer.register_forward_pre_hook(partial(measure, name)) for name, layer in layers.items()
@@ -194,6 +184,18 @@ def _mean_moments(
     if not sums:
         raise RetrofitError("the loader held no batch to measure moments on; give it data")
     return {name: (mk / k, count / k) for name, (mk, k, count) in sums.items()}
+
+
+def _sums_of_moments(layer: MigratedGroupNorm, x: Tensor) -> Tensor:
+    """Return the sums over images of m k, k and 1 of each group, (3, G) in float64."""
+    scale, shift = layer.input_affine()
+    # One a channel, (C,), beside x's positions.
+    shape = (-1, *(1,) * (x.ndim - 2))
+    standardized = x.double() * scale.view(shape) + shift.view(shape)
+    by_group = standardized.reshape(len(x), layer.num_groups, -1)
+    var, mean = torch.var_mean(by_group, 2, correction=0)
+    k = torch.rsqrt(var + layer.group_eps)
+    return torch.stack([mean * k, k, torch.ones_like(k)]).sum(1)
 
 
 def _standardize(layer: Any, mean: Tensor, deviation: Tensor) -> None:
