@@ -76,7 +76,9 @@ def _omissions(layers: Sequence[Layer]) -> Iterator[str]:
 
 def _course_of(noise: Attenuation) -> str:
     ratio = noise.errors[-1] / max(noise.errors[0], 1e-30)
-    course = "grows" if ratio > 1 else "shrinks"
+    course = "shrinks"
+    if ratio > 1:
+        course = "grows"
     return (
         f"noise added at {noise.source} {course} on its way: relative to the signal it is "
         f"{ratio:.2f} times as large at {noise.layers[-1]}"

@@ -107,6 +107,7 @@ TEXTS = {
     "on the normalized image (table 4).",
 }
 """What each figure shows, and how to read it."""
+_WRITTEN = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
 
 
 class Plot(NamedTuple):
@@ -384,8 +385,7 @@ def _refuse_what_others_wrote(folder: Path) -> None:
     """Refuse a folder that is no report, or holds more than one: all that is in it is replaced."""
     if not folder.is_dir():
         raise RetrofitError(f"{folder} is not a folder and is kept; choose another `folder`")
-    written = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
-    others = sorted(path.name for path in folder.iterdir() if path.name not in written)
+    others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
     if others:
         raise RetrofitError(
             f"{folder} holds what diagnose did not write ({shortlist(others)}) and is kept; "
@@ -473,7 +473,9 @@ def _titled(name: str, model: Mapping[str, Any]) -> str:
         title += f" to {model['target']}"
     if model.get("strength") is not None:
         title += f", t = {model['strength']:.3g}"
-    return name if title == name else f"{name} ({title})"
+    if title == name:
+        return name
+    return f"{name} ({title})"
 
 
 def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:

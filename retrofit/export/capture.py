@@ -108,7 +108,9 @@ def _varying_shapes(
 ) -> torch.export.ShapesCollection:
     shapes = torch.export.ShapesCollection()
     for x in call.tensors:
-        dims = list(range(2, x.ndim)) if dynamic_size else []
+        dims: list[int] = []
+        if dynamic_size:
+            dims += range(2, x.ndim)
         if any_batch and x.ndim and len(x) == call.batch:
             dims.append(0)
         shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)

@@ -155,8 +155,9 @@ def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
     rank = len(shape_of(x))
     sizes = enumerate(value.shape, rank - value.ndim)
     dims = [dim for dim, size in sizes if size != 1]
-    is_known = dims in ([1], [rank - 1])
-    return dims[0] if is_known else None
+    if dims in ([1], [rank - 1]):
+        return dims[0]
+    return None
 
 
 def _are_float32_and_alike(value: Tensor, x: Node, result: Node) -> bool:

@@ -179,7 +179,9 @@ class Flow:
             return users[0]
         gated = [user for user in users if self.steps[user] == "product"]
         are_pooled = all(self.steps[user] in ("product", "pool") for user in users)
-        return gated[0] if len(gated) == 1 and are_pooled else None
+        if len(gated) == 1 and are_pooled:
+            return gated[0]
+        return None
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel, that go on to multiply other
@@ -235,7 +237,11 @@ class Flow:
             return _pool_step(module.output_size)
         if kinds.is_drop(module):
             return "same"
-        return next((kind for cls, kind in _MODULES.items() if isinstance(module, cls)), "module")
+        return _kind_of_module(module)
+
+
+def _kind_of_module(module: nn.Module) -> str:
+    return next((kind for cls, kind in _MODULES.items() if isinstance(module, cls)), "module")
 
 
 def _call_step(node: fx.Node) -> str:

@@ -264,10 +264,9 @@ def function_module(node: fx.Node) -> nn.Module | None:
 def _clamp_module(node: fx.Node) -> nn.Module | None:
     """The module that clamps as a call does; None where its bounds are no two constants."""
     bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
-    low: Any = bounds.get("min")
-    high: Any = bounds.get("max")
-    if low == 0 and high is None:
-        return nn.ReLU()
-    if isinstance(low, int | float) and isinstance(high, int | float) and low < high:
-        return nn.Hardtanh(float(low), float(high))
+    match bounds.get("min"), bounds.get("max"):
+        case 0, None:
+            return nn.ReLU()
+        case int() | float() as low, int() | float() as high if low < high:
+            return nn.Hardtanh(float(low), float(high))
     return None

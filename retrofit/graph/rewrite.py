@@ -93,8 +93,8 @@ def rewrite_problem(model: nn.Module, act: Activation | None) -> str:
 
 
 def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -> dict[str, Any]:
-    """The attributes to set in a block: an entry of a sequence, or a child and the graphs or the
-    class that call it.
+    """The attributes to set in a block: an entry of a sequence, or a child and the class that
+    calls it.
     """
     place = act.place
     assert place is not None
@@ -105,17 +105,21 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
         raise RewriteError(f"{label} already has an attribute {child}")
     if place.code is None or isinstance(place.at, str):
         return {child: module, **_rewired(block, str(place.at), child)}
+    cls = _edited_class(block, act, place.code, place.at, child)
+    return {child: module, "__class__": cls}
+
+
+def _edited_class(
+    block: nn.Module, act: Activation, code: CodeType, at: tuple[int, int], child: str
+) -> type[nn.Module]:
+    """The class of a block in which one more call is replaced."""
     base: Any
-    base, edits = getattr(
-        type(block),
-        "_retrofit_edits",
-        (type(block), ()),
-    )
-    _refuse_unwritable(block, base, act, place.code)
-    edit = _edit_of(base, act, place.code, place.at, child)
+    base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
+    _refuse_unwritable(block, base, act, code)
+    edit = _edit_of(base, act, code, at, child)
     if any(edit.replaces_call_of(other) for other in edits):
-        raise RewriteError(f"the call in {place.code.co_qualname} is replaced already")
-    return {child: module, "__class__": _rewritten_class(base, (*edits, edit))}
+        raise RewriteError(f"the call in {code.co_qualname} is replaced already")
+    return _rewritten_class(base, (*edits, edit))
 
 
 def _edit_of(base: Any, act: Activation, code: CodeType, at: tuple[int, int], child: str) -> _Edit:
@@ -144,8 +148,14 @@ def _refuse_unwritable(block: nn.Module, base: Any, act: Activation, code: CodeT
             f"the call stands in {code.co_qualname}, which is no method of {base.__name__}, or "
             "decorated"
         )
-    if base.__reduce_ex__ is not object.__reduce_ex__ or base.__reduce__ is not object.__reduce__:
+    if _has_own_pickling(base):
         raise RewriteError(f"{base.__name__} defines its own pickling")
+
+
+def _has_own_pickling(cls: Any) -> bool:
+    return any(
+        getattr(cls, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")
+    )
 
 
 def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:

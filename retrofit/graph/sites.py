@@ -146,31 +146,31 @@ class _Search(Flows):
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
         norm = place.target
-        steps = self.norms[place]
         activation, reason = self._activation_of(place)
-        flows_on = not reason or _fused_activation(norm) is None
         ends = []
-        if flows_on:
+        if not reason or _fused_activation(norm) is None:
             ends = self._ends(place, activation)
         return Site(
             norm=self.names[norm],
             owner_type=type(place.owner).__name__,
-            place=[other for other in self.norms if other.target is norm].index(place),
+            place=self._places_of(norm).index(place),
             places=self.places[norm],
             activation=activation,
             reason=reason,
             last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
-            in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in steps),
+            in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in self.norms[place]),
         )
+
+    def _places_of(self, norm: Any) -> list[Place]:
+        return [place for place in self.norms if place.target is norm]
 
     def _activation_of(self, place: Place) -> tuple[Activation | None, str]:
         """The activation inside a norm or behind its call, or why there is none."""
-        norm = place.target
-        fused = _fused_activation(norm)
+        fused = _fused_activation(place.target)
         if fused is None:
             return self._following(place)
         if fused in self.activations:
-            name = f"{self.names[norm]}.act".lstrip(".")
+            name = f"{self.names[place.target]}.act".lstrip(".")
             return Activation("fused", name, fused), ""
         return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise"
 
@@ -366,18 +366,17 @@ class _Search(Flows):
             name, _, _ = name.rpartition(".")
             reason = self._why_not_inside(modules[name])
             if reason:
-                return reason
+                return f"{self.label(modules[name])} {reason}"
         return "never called by the model's forward"
 
     def _why_not_inside(self, holder: nn.Module) -> str:
         """Why no trace shows what a module holds; empty if one does."""
-        label = self.label(holder)
         if holder not in self.traceable:
-            return f"{label} holds none of the norms asked for"
+            return "holds none of the norms asked for"
         if holder in self.failures and kinds.has_forward(holder):
-            return f"{label} cannot be traced: {self.failures[holder]}"
+            return f"cannot be traced: {self.failures[holder]}"
         if kinds.is_leaf(holder):
-            return f"inside {label}, which is one step to the trace"
+            return "is one step to the trace, with all that it holds"
         return ""
 
 

@@ -88,8 +88,10 @@ def callee(code: CodeType, end: tuple[int, int]) -> str:
     """
     with contextlib.suppress(RewriteError):
         for node in ast.walk(file_tree(code)):
-            if isinstance(node, ast.Call) and (node.end_lineno, node.end_col_offset) == end:
-                return ast.unparse(node.func) if _is_harmless(node.func) else ""
+            if not isinstance(node, ast.Call) or (node.end_lineno, node.end_col_offset) != end:
+                continue
+            if _is_harmless(node.func):
+                return ast.unparse(node.func)
     return ""
 
 

@@ -142,12 +142,15 @@ class Tracer(fx.Tracer):
         if owner is not self.root:
             self.branching.append(owner)
         if self.conditions == len(self.decisions):
-            if self.conditions >= _CONDITIONS and not self.branching:
-                raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")
-            self.others.append((*self.decisions, True))
-            self.decisions += (False,)
+            self._branch_off()
         self.conditions += 1
         return self.decisions[self.conditions - 1]
+
+    def _branch_off(self) -> None:
+        if self.conditions >= _CONDITIONS and not self.branching:
+            raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")
+        self.others.append((*self.decisions, True))
+        self.decisions += (False,)
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         """Trace a module on one path.
@@ -253,12 +256,7 @@ class Tracer(fx.Tracer):
                 value = self.create_proxy("placeholder", parameter.name, (), {})
                 bound.arguments[parameter.name] = value
         if parameters and all(parameter.kind in VARIADIC for parameter in parameters):
-            value = self.create_proxy(
-                "placeholder",
-                parameters[0].name,
-                (),
-                {},
-            )
+            value = self.create_proxy("placeholder", parameters[0].name, (), {})
             if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
                 bound.arguments[parameters[0].name] = (value,)
 
@@ -278,18 +276,28 @@ def _question(node: fx.Node) -> str | None:
     if name == "getattr":
         attribute = str(node.args[1])
     if attribute in kinds.METADATA:
-        tensor, *arguments = node.args or (None,)
-        if not isinstance(tensor, fx.Node):
-            return None
-        if any(call_name(user).endswith("_") for user in tensor.users):
-            return None
-        return f"{attribute} of {tensor} {arguments}"
+        return _question_of_metadata(attribute, node)
     if getattr(node.target, "__module__", "") != "_operator":
         return None
-    parts = [_question(part) if isinstance(part, fx.Node) else repr(part) for part in node.args]
+    parts = [_question_of_part(part) for part in node.args]
     if None in parts:
         return None
     return f"{name} {parts}"
+
+
+def _question_of_part(part: Any) -> str | None:
+    if isinstance(part, fx.Node):
+        return _question(part)
+    return repr(part)
+
+
+def _question_of_metadata(attribute: str, node: fx.Node) -> str | None:
+    tensor, *arguments = node.args or (None,)
+    if not isinstance(tensor, fx.Node):
+        return None
+    if any(call_name(user).endswith("_") for user in tensor.users):
+        return None
+    return f"{attribute} of {tensor} {arguments}"
 
 
 def _callers() -> list[FrameType]:
