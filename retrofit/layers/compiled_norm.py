@@ -53,11 +53,16 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _options(
-    x: Tensor, strength: Strength, seed: Tensor | None, numbers: tuple[float, float, float]
+    x: Tensor,
+    strength: Strength,
+    seed: Tensor | None,
+    eps: float,
+    alpha: float = 1.0,
+    noise: float = 0.0,
 ) -> KernelOptions:
     channels = torch.Size(n if d == 1 else 1 for d, n in enumerate(x.shape))
     layout = layout_of(x.shape, x.stride(), (0, *range(2, x.ndim)), channels)
-    return KernelOptions(layout, strength, *numbers, seed)
+    return KernelOptions(layout, strength, eps, alpha, noise, seed)
 
 
 # The types as torch.library reads them in its older versions
@@ -75,7 +80,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     x = _dense(x)
     out = torch.empty_like(x)
-    options = _options(x, Strength(code, unit), seed, (eps, alpha, noise))
+    options = _options(x, Strength(code, unit), seed, eps, alpha, noise)
     return out, kernels.triton_kernels().forward(out, x, weight, bias, options)
 
 
@@ -92,13 +97,11 @@ def _backward(
     table: Tensor,
     seed: Optional[Tensor],  # noqa: UP045
     eps: float,
-    alpha: float,
-    noise: float,
 ) -> tuple[Tensor, Tensor]:
     x = _dense(x)
     grad = torch.empty_like(x).copy_(grad) if grad.stride() != x.stride() else grad
     grad_x = torch.empty_like(x)
-    options = _options(x, Strength(table), seed, (eps, alpha, noise))
+    options = _options(x, Strength(table), seed, eps)
     sums = kernels.triton_kernels().backward(grad_x, x, grad, weight, table, options)
     return grad_x, sums.reshape(2, -1)
 
@@ -109,15 +112,14 @@ def _(grad: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, _, seed, _, *numbers = inputs
-    ctx.numbers = numbers
+    x, weight, bias, _, seed, _, ctx.eps, *_ = inputs
     ctx.save_for_backward(x, weight, bias, output[1], seed)
 
 
 def _pull_back(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, weight, bias, table, seed = ctx.saved_tensors
     grad_x, sums = torch.ops.retrofit.batch_normality_backward(
-        grad, x, weight, table, seed, *ctx.numbers
+        grad, x, weight, table, seed, ctx.eps
     )
     to_weight = None if weight is None else sums[0].to(weight.dtype)
     to_bias = None if bias is None else sums[1].to(bias.dtype)

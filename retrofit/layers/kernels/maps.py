@@ -71,7 +71,7 @@ _NUMBERS = ours._NUMBERS
 
 
 @triton.jit
-def _phi(x, first, second, KIND: tl.constexpr):
+def _phi(x, first, second, KIND):
     """Return an activation and its derivative."""
     if KIND == _CLAMP:
         y = tl.where(x < first, first, tl.where(x > second, second, x))
@@ -125,7 +125,7 @@ def _phi_of(x, argument, activation):
 
 
 @triton.jit
-def _mapped(tile, given, sums, TILE: tl.constexpr):
+def _mapped(tile, given, sums, TILE):
     Out, X, argument, activation, scale, shift = given
     y, _ = _phi_of(_load(X, tile), argument, activation)
     _store(Out, tile, y * scale + shift)
@@ -152,7 +152,7 @@ def _map(
 
 
 @triton.jit
-def _pulled_back(tile, given, sums, TILE: tl.constexpr):
+def _pulled_back(tile, given, sums, TILE):
     GradX, X, Grad, argument, activation, factors = given
     x, grad = _load(X, tile), _load(Grad, tile)
     y, slope = _phi_of(x, argument, activation)
@@ -211,7 +211,7 @@ def _moments(
 
 
 @triton.jit
-def _products(tile, given, sums, TILE: tl.constexpr):
+def _products(tile, given, sums, TILE):
     X, Grad, mean, argument, activation = given
     x, grad = _load(X, tile), _load(Grad, tile)
     y, slope = _phi_of(x, argument, activation)
@@ -245,7 +245,7 @@ def _sums(
 
 
 @triton.jit
-def _group(channels, of_group, splits, share, runs, width, BLOCK: tl.constexpr):
+def _group(channels, of_group, splits, share, runs, width, BLOCK):
     """Return the channels of a program's group, their numbers in tables, and the group's."""
     within = tl.arange(0, BLOCK)[None, :]
     channel = tl.program_id(1) * of_group + within
@@ -328,7 +328,7 @@ def _migrated_slopes(
 @triton.jit
 def _proxy(
     Gamma, Beta, ProxyScale, ProxyBias, Quantiles, channels, samples,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK, WIDTH,
 ):  # fmt: skip
     """Return a program's channels, samples of the proxy, one a row, which there are, and what
     scaled them.
@@ -345,7 +345,7 @@ def _proxy(
 
 
 @triton.jit
-def _scale(RestoreScale, at, std, DIVIDE: tl.constexpr):
+def _scale(RestoreScale, at, std, DIVIDE):
     """Return the scale of phi at strength 1."""
     if DIVIDE:
         return _number(RestoreScale, at.sets, at.valid, 1.0) / std

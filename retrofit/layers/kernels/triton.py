@@ -10,7 +10,8 @@ one of three ways (`plan.py`):
 
 Where sets are few and large, several programs share one. Each leaves partial sums, and the last of
 them to finish adds them up, always in the same order: no result depends on which program comes
-first. Tables hold a number a set, a row a field (`_MEAN` and so on).
+first. Tables hold a number a set, a row a field (`_MEAN` and so on). What stands in capitals and is
+no pointer is a constant to Triton's compiler.
 """
 
 # ruff: noqa: RET505 - Triton compiles what stands behind a branch by a constant, but not its
@@ -73,7 +74,7 @@ _SLOPE = tl.constexpr((1 / 144, 1 / 30, 1 / 8, 1 / 3, 1 / 2))
 
 
 @triton.jit
-def _polynomial(x, COEFFICIENTS: tl.constexpr):
+def _polynomial(x, COEFFICIENTS):
     """Evaluate a polynomial, highest power first."""
     value = x * COEFFICIENTS[0] + COEFFICIENTS[1]
     for k in tl.static_range(2, len(COEFFICIENTS.value)):
@@ -82,7 +83,7 @@ def _polynomial(x, COEFFICIENTS: tl.constexpr):
 
 
 @triton.jit
-def _instruction(x, NAME: tl.constexpr):
+def _instruction(x, NAME):
     """Apply one instruction of a GPU."""
     return tl.inline_asm_elementwise(
         NAME + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -313,7 +314,7 @@ class _Place(NamedTuple):
 @triton.jit
 def _place(
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, total,
-    TILE: tl.constexpr,
+    TILE,
 ):  # fmt: skip
     """Return what this program works on."""
     lanes, stride = lanes * TILE.unit, stride * TILE.unit
@@ -363,7 +364,7 @@ class _Elements(NamedTuple):
 
 
 @triton.jit
-def _elements(at, r, first, TILE: tl.constexpr):
+def _elements(at, r, first, TILE):
     run = r + tl.arange(0, TILE.rows)[:, None]
     start = at.base + r * at.stride.to(tl.int64) + first
     offset = (run - r) * at.stride + at.lane
@@ -397,7 +398,7 @@ def _standard(X, tile, mean, rstd):
 
 
 @triton.jit
-def _over(at, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr, AFTER: tl.constexpr = None):
+def _over(at, FORMULA, given, sums, TILE, AFTER=None):
     """Go through a program's elements; `AFTER` takes the sums behind each tile's runs."""
     end = TILE.rows if TILE.single else at.stop
     lanes = TILE.cols if TILE.narrow else at.lanes
@@ -410,9 +411,7 @@ def _over(at, FORMULA: tl.constexpr, given, sums, TILE: tl.constexpr, AFTER: tl.
 
 
 @triton.jit
-def _over_by_power(
-    at, FORMULA: tl.constexpr, given, power, sums, TILE: tl.constexpr, AFTER: tl.constexpr = None
-):
+def _over_by_power(at, FORMULA, given, power, sums, TILE, AFTER=None):
     """Go through a program's elements with a power, where no p is near 0 without its series."""
     if TILE.single or tl.max(power[5]) > 0:
         sums = _over(at, FORMULA, given + (power,), sums, TILE, AFTER)
@@ -431,7 +430,7 @@ def _number(P, place, mask, instead):
 
 
 @triton.jit
-def _zeros(TILE: tl.constexpr):
+def _zeros(TILE):
     # Older Tritons list no plain numbers
     ROWS: tl.constexpr = TILE.rows
     COLS: tl.constexpr = TILE.cols
@@ -439,7 +438,7 @@ def _zeros(TILE: tl.constexpr):
 
 
 @triton.jit
-def _of_sets(tile, REDUCE: tl.constexpr, TILE: tl.constexpr):
+def _of_sets(tile, REDUCE, TILE):
     """Reduce to a number for each set, by their sum or the largest."""
     if TILE.way != "columns":
         tile = REDUCE(tile, 1, keep_dims=True)
@@ -455,7 +454,7 @@ def _of_sets(tile, REDUCE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _totals(sums, TILE: tl.constexpr):
+def _totals(sums, TILE):
     totals = ()
     for k in tl.static_range(len(sums)):
         totals = totals + (_of_sets(sums[k], tl.sum, TILE),)
@@ -463,19 +462,19 @@ def _totals(sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _keep(Table, FIELD: tl.constexpr, at, values):
+def _keep(Table, FIELD, at, values):
     """Store numbers of each set, in rows of a table from `FIELD` on."""
     for k in tl.static_range(len(values)):
         tl.store(Table + (FIELD + k) * at.total + at.sets, values[k], mask=at.valid)
 
 
 @triton.jit
-def _row(Table, FIELD: tl.constexpr, at):
+def _row(Table, FIELD, at):
     return tl.load(Table + FIELD * at.total + at.sets, mask=at.valid, other=0.0)
 
 
 @triton.jit
-def _rows(Table, FIELD: tl.constexpr, COUNT: tl.constexpr, at):
+def _rows(Table, FIELD, COUNT, at):
     """Load numbers of each set."""
     rows = ()
     for k in tl.static_range(COUNT):
@@ -508,7 +507,7 @@ def _is_last(Table, at):
 
 
 @triton.jit
-def _parts(Parts, K: tl.constexpr, first, at, LOADS: tl.constexpr):
+def _parts(Parts, K, first, at, LOADS):
     """Load some programs' parts, which other processors have just written."""
     share = first + tl.arange(0, LOADS)[:, None]
     there = (share < at.splits) & at.valid
@@ -517,7 +516,7 @@ def _parts(Parts, K: tl.constexpr, first, at, LOADS: tl.constexpr):
 
 
 @triton.jit
-def _collect(Parts, K: tl.constexpr, REDUCE: tl.constexpr, at, LOADS: tl.constexpr = _LOADS):
+def _collect(Parts, K, REDUCE, at, LOADS=_LOADS):
     """Add up all programs' parts, in their order, or return the largest."""
     part = _parts(Parts, K, 0, at, LOADS)
     for first in range(LOADS, at.splits, LOADS):
@@ -527,7 +526,7 @@ def _collect(Parts, K: tl.constexpr, REDUCE: tl.constexpr, at, LOADS: tl.constex
 
 
 @triton.jit
-def _collected(Parts, COUNT: tl.constexpr, at, LOADS: tl.constexpr = _LOADS):
+def _collected(Parts, COUNT, at, LOADS=_LOADS):
     totals = ()
     for k in tl.static_range(COUNT):
         totals = totals + (_collect(Parts, k, tl.sum, at, LOADS),)
@@ -535,7 +534,7 @@ def _collected(Parts, COUNT: tl.constexpr, at, LOADS: tl.constexpr = _LOADS):
 
 
 @triton.jit
-def _merged(Parts, at, LOADS: tl.constexpr = _LOADS):
+def _merged(Parts, at, LOADS=_LOADS):
     """Merge means and sums of squared deviations (Chan et al. 1979)."""
     zero = _parts(Parts, 0, 0, at, LOADS) * 0
     total = zero
@@ -551,7 +550,7 @@ def _merged(Parts, at, LOADS: tl.constexpr = _LOADS):
 
 
 @triton.jit
-def _runs_from(first, at, LOADS: tl.constexpr):
+def _runs_from(first, at, LOADS):
     """How many runs some programs have."""
     share = first + tl.arange(0, LOADS)[:, None]
     return tl.minimum(tl.maximum(at.runs - share * at.share, 0), at.share)
@@ -561,7 +560,7 @@ def _runs_from(first, at, LOADS: tl.constexpr):
 
 
 @triton.jit
-def _apart(tile, given, sums, TILE: tl.constexpr):
+def _apart(tile, given, sums, TILE):
     """Add up deviations from a number of each set, and their squares; keep the extremes."""
     X, about = given
     total, power, low, high = sums
@@ -570,7 +569,7 @@ def _apart(tile, given, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _mean_and_squares(X, at, TILE: tl.constexpr):
+def _mean_and_squares(X, at, TILE):
     """Return mean, sum of squared deviations, and the extremes (-low, high), in one pass about the
     mean of the first tile.
     """
@@ -617,14 +616,14 @@ def _statistics(
 
 
 @triton.jit
-def _of_step(tile, given, sums, TILE: tl.constexpr):
+def _of_step(tile, given, sums, TILE):
     X, mean, rstd = given
     m1, m2, m3, m45 = _moments(_standard(X, tile, mean, rstd))
     return sums[0] + m1, sums[1] + m2, sums[2] + m3, sums[3] + m45
 
 
 @triton.jit
-def _sums_of_step(X, at, mean, rstd, TILE: tl.constexpr):
+def _sums_of_step(X, at, mean, rstd, TILE):
     zero = _zeros(TILE)
     return _totals(_over(at, _of_step, (X, mean, rstd), (zero, zero, zero, zero), TILE), TILE)
 
@@ -698,13 +697,13 @@ def _transform(Table, at):
 
 
 @triton.jit
-def _of_centre(tile, given, sums, TILE: tl.constexpr):
+def _of_centre(tile, given, sums, TILE):
     X, mean, rstd, power = given
     return (sums[0] + _psi(_standard(X, tile, mean, rstd), power).y,)
 
 
 @triton.jit
-def _of_spread(tile, given, sums, TILE: tl.constexpr):
+def _of_spread(tile, given, sums, TILE):
     X, mean, rstd, power, centre = given
     apart = tl.abs(_psi(_standard(X, tile, mean, rstd), power).y - centre)
     return (sums[0] + tl.where(tile.there, apart, 0.0),)
@@ -735,7 +734,7 @@ def _noise(
 
 
 @triton.jit
-def _of_set(P, at, instead, TILE: tl.constexpr):
+def _of_set(P, at, instead, TILE):
     """Load gammas that no element changes."""
     if P is None or TILE.along != "sets":
         return instead
@@ -746,7 +745,7 @@ def _of_set(P, at, instead, TILE: tl.constexpr):
 
 
 @triton.jit
-def _of_element(P, of_set, tile, TILE: tl.constexpr):
+def _of_element(P, of_set, tile, TILE):
     """Load the gammas of a tile, where they are not its set's."""
     if P is None or TILE.along == "sets":
         return of_set
@@ -755,7 +754,7 @@ def _of_element(P, of_set, tile, TILE: tl.constexpr):
 
 
 @triton.jit
-def _result(tile, given, sums, TILE: tl.constexpr):
+def _result(tile, given, sums, TILE):
     Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, amount, power = given
     y = _psi(_standard(X, tile, mean, rstd), power).y
     if Seed is not None:
@@ -766,7 +765,7 @@ def _result(tile, given, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE: tl.constexpr):
+def _write_result(Out, X, Weight, Bias, Seed, at, mean, rstd, power, amount, TILE):
     """Write psi, its noise, gamma and beta."""
     gamma, beta = _of_set(Weight, at, 1.0, TILE), _of_set(Bias, at, 0.0, TILE)
     given = Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, amount
@@ -820,7 +819,7 @@ def _forward(
 
 
 @triton.jit
-def _of_pulls(tile, given, sums, TILE: tl.constexpr):
+def _of_pulls(tile, given, sums, TILE):
     """Add up what `eager.pulled_back` takes means of, and the gradients of gamma and beta."""
     _, _, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, amount, power = given
     to_lmbda, direct, direct_h, moved, moved_h, to_weight, to_bias = sums
@@ -838,7 +837,7 @@ def _of_pulls(tile, given, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _leave_affine_of_runs(at, r, given, sums, TILE: tl.constexpr):
+def _leave_affine_of_runs(at, r, given, sums, TILE):
     """Leave sums over a program's lanes for gammas that change along the runs."""
     if TILE.along == "runs":
         run = r + tl.arange(0, TILE.rows)
@@ -850,7 +849,7 @@ def _leave_affine_of_runs(at, r, given, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _leave_affine(OfAffine, entries, at, sums, TILE: tl.constexpr):
+def _leave_affine(OfAffine, entries, at, sums, TILE):
     """Leave two sums over a program's elements for each gamma: by lane, or by set."""
     part = tl.program_id(1) * (entries // at.splits)
     for k in tl.static_range(2):
@@ -863,7 +862,7 @@ def _leave_affine(OfAffine, entries, at, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, entries, TILE: tl.constexpr):
+def _pulled(X, Grad, Weight, Table, OfAffine, Seed, at, entries, TILE):
     """Return a program's sums of what `eager.pulled_back` takes means of, and leave those for gamma
     and beta.
     """
@@ -894,7 +893,7 @@ def _projection(sums, Table, at, eps):
 
 
 @triton.jit
-def _gradient_of_x(tile, given, sums, TILE: tl.constexpr):
+def _gradient_of_x(tile, given, sums, TILE):
     GradX, X, Grad, Weight, gamma, mean, rstd, slopes, power, pull, offset, tilt = given
     h = _standard(X, tile, mean, rstd)
     g = _load(Grad, tile) * _of_element(Weight, gamma, tile, TILE)
@@ -904,7 +903,7 @@ def _gradient_of_x(tile, given, sums, TILE: tl.constexpr):
 
 
 @triton.jit
-def _write_gradient(GradX, X, Grad, Weight, Table, at, projection, TILE: tl.constexpr):
+def _write_gradient(GradX, X, Grad, Weight, Table, at, projection, TILE):
     mean, rstd, power, _ = _transform(Table, at)
     slopes, gamma = _rows(Table, _SLOPES, 4, at), _of_set(Weight, at, 1.0, TILE)
     given = GradX, X, Grad, Weight, gamma, mean, rstd, slopes, power

@@ -4,6 +4,7 @@
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import triton
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils.checkpoint import checkpoint
 from triton import language as tl
 
 from retrofit.layers import (
@@ -181,6 +183,23 @@ def test_strength_zero_is_the_identity_on_what_is_standardized(
         out.backward(x.square())
         results.append((out.detach(), leaf.grad))
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_are_of_the_noise_that_is_drawn_when_the_layer_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    layer = BatchNormalNorm2d(3, noise=0.5)
+    x, grad = torch.randn(9, 3, 2, 1), torch.randn(9, 3, 2, 1)
+    gradients = []
+    for run in (layer, partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)):
+        torch.manual_seed(0)
+        out = run(x)
+        torch.manual_seed(1)
+        if run is layer:
+            out = run(x)
+        gradients.append(torch.autograd.grad(out, layer.weight, grad)[0])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.4])
