@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -428,7 +427,7 @@ def _page(
         abouts=[_about(name, networks[name], models.get(name, {})) for name in networks],
         sentences=sentences(networks),
         figures=[
-            (plot.title, TEXTS[plot.name], Markup(base64.b64encode(png).decode()))
+            (plot.title, TEXTS[plot.name], base64.b64encode(png).decode())
             for plot, png in pictures.items()
         ],
         tables={name: _table(diagnosis.layers) for name, diagnosis in networks.items()},
@@ -436,8 +435,8 @@ def _page(
 
 
 def _shown(value: object) -> object:
-    """Show text, which may be names from a file, on one line."""
-    if isinstance(value, Markup):
+    """Show text, which may be names from a file, on one line; what is marked as safe as it is."""
+    if hasattr(value, "__html__"):
         return value
     return printable(value)
 
