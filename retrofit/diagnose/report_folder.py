@@ -382,14 +382,25 @@ def check_folder(folder: Path, force: bool) -> None:
 
 def _refuse_what_others_wrote(folder: Path) -> None:
     """Refuse a folder that is no report, or holds more than one: all that is in it is replaced."""
-    if not folder.is_dir():
-        raise RetrofitError(f"{folder} is not a folder and is kept; choose another `folder`")
+    if not folder.is_dir() or (any(folder.iterdir()) and not _is_report(folder)):
+        raise RetrofitError(
+            f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`"
+        )
     others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
     if others:
         raise RetrofitError(
             f"{folder} holds what diagnose did not write ({shortlist(others)}) and is kept; "
             "move that elsewhere, or choose another `folder`"
         )
+
+
+def _is_report(folder: Path) -> bool:
+    """Whether a folder holds the results of a diagnosis; another program's may have their name."""
+    try:
+        results = json.loads((folder / _RESULTS).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(results, dict) and isinstance(results.get("networks"), dict)
 
 
 def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> None:

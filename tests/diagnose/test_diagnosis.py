@@ -294,8 +294,16 @@ def test_a_report_replaces_only_a_report(
     check_folder(folder, force=True)
     write_report({"b": one}, {}, folder)
     assert "b" in json.loads((folder / "results.json").read_text())["networks"]
-    with pytest.raises(RetrofitError, match="is not a folder and is kept"):
+    with pytest.raises(RetrofitError, match="is not a report that diagnose wrote and is kept"):
         check_folder(folder / "index.html", force=True)
+    results = folder / "results.json"
+    results.rename(tmp_path / "results.json")
+    with pytest.raises(RetrofitError, match="kept"):  # a page and pictures, perhaps somebody's
+        check_folder(folder, force=True)
+    results.write_text('{"accuracy": 0.9}')  # of another program
+    with pytest.raises(RetrofitError, match="kept"):
+        check_folder(folder, force=True)
+    (tmp_path / "results.json").replace(results)
     for name in ("notes.txt", "qq"):
         (folder / name).mkdir()
         for refused in (
