@@ -67,24 +67,35 @@ def apply_statistics(
     its shape and dtype.
     """
     dtype = compute_dtype(x)
-    tensors = (mean, var, lmbda, weight, bias)
-    differentiated = torch.is_grad_enabled() and any(
-        v is not None and v.requires_grad for v in (x, *tensors)
-    )
+    mean = mean.to(dtype)
+    lmbda = lmbda.to(dtype)
     rstd = torch.rsqrt(var.to(dtype) + eps)
-    if differentiated or not kernels.fits(x):
-        h = (x.to(dtype) - mean.to(dtype)) * rstd
-        return affine(yeo_johnson(h, lmbda.to(dtype)), weight, bias).to(x.dtype)
-    ones = torch.ones_like(rstd)
-    gamma, beta = ones if weight is None else weight, 0 * ones if bias is None else bias
-    constants = torch.stack([c.to(dtype) for c in (mean, rstd, lmbda.to(dtype) - 1, gamma, beta)])
+    if _is_differentiated(x, mean, rstd, lmbda, weight, bias) or not kernels.fits(x):
+        h = (x.to(dtype) - mean) * rstd
+        return affine(yeo_johnson(h, lmbda), weight, bias).to(x.dtype)
+    gamma = torch.ones_like(rstd) if weight is None else weight.to(dtype)
+    beta = torch.zeros_like(rstd) if bias is None else bias.to(dtype)
+    return _by_constants(x, torch.stack([mean, rstd, lmbda - 1, gamma, beta]))
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _by_constants(x: Tensor, constants: Tensor) -> Tensor:
+    """Apply `eager.by_constants` by kernels; the constants broadcast to `x`."""
     if not is_dense(x.shape, x.stride()):
         x = x.contiguous()
-    dims = tuple(d for d, n in enumerate(mean.shape) if n == 1)
-    layout = layout_of(x.shape, x.stride(), dims, mean.shape)
+    shape = constants.shape[1:]
+    dims = tuple(d for d, size in enumerate(shape) if size == 1)
+    layout = layout_of(x.shape, x.stride(), dims, shape)
+    in_memory = constants.permute(0, *(d + 1 for d in layout.order))
     out = torch.empty_like(x)
-    constants = constants.permute(0, *(d + 1 for d in layout.order)).reshape(5, *layout.affine)
-    kernels.choose(out).apply(layout.view(out), layout.view(x), layout.dims, constants)
+    kernels.choose(out).apply(
+        layout.view(out), layout.view(x), layout.dims, in_memory.reshape(5, *layout.affine)
+    )
     return out
 
 
@@ -328,8 +339,11 @@ class _ByKernels(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         options = ctx.options._replace(seed=seed)
         gradients = ctx.module.backward(grad_x, x, grad, weight, table, options)
-        to_weight = None if weight is None else gradients[0].view(weight.shape).to(weight.dtype)
-        to_bias = None if bias is None else gradients[1].view(bias.shape).to(bias.dtype)
+        to_weight = to_bias = None
+        if weight is not None:
+            to_weight = gradients[0].view(weight.shape).to(weight.dtype)
+        if bias is not None:
+            to_bias = gradients[1].view(bias.shape).to(bias.dtype)
         return grad_x, to_weight, to_bias, None, None, None, None
 
 

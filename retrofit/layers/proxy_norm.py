@@ -101,28 +101,24 @@ class ProxyNorm(StrengthMixin):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if num_features < 1 or samples < 1 or eps < 0:
-            raise ValueError(
-                f"need num_features and samples of at least 1, eps of at least 0; got {num_features}, {samples}, {eps}"
-            )
-        if channel_dim not in (1, -1):
-            raise ValueError(f"channel_dim must be 1 or -1, got {channel_dim}")
-        self.activation, self.num_features, self.channel_dim = activation, num_features, channel_dim
-        self.eps, self.scale, self.samples = eps, scale, samples
+        _check_settings(num_features, samples, eps, channel_dim)
+        self.activation = activation
+        self.num_features = num_features
+        self.channel_dim = channel_dim
+        self.eps = eps
+        self.scale = scale
+        self.samples = samples
         # in a tuple, out of nn.Module's sight
         self._norm: tuple[nn.Module, ...] = ()
         for name in ("proxy_bias", "proxy_scale"):
-            value = (
-                nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
-                if params
-                else None
-            )
-            self.register_parameter(name, value)
+            self.register_parameter(name, None)
+            if params:
+                zeros = torch.zeros(num_features, device=device, dtype=dtype)
+                setattr(self, name, nn.Parameter(zeros))
         exact = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         for name, present in (("restore_scale", restore and scale), ("restore_shift", restore)):
-            self.register_buffer(
-                name, torch.empty(num_features, device=device, dtype=exact) if present else None
-            )
+            room = torch.empty(num_features, device=device, dtype=exact) if present else None
+            self.register_buffer(name, room)
         self._register_options(device, strength=strength)
         hold_settings(self, {"scale": bool}, device)
         if isinstance(activation, nn.Module) and activation.state_dict():
@@ -187,35 +183,43 @@ class ProxyNorm(StrengthMixin):
         Raises:
             ValueError: If the activation is not elementwise.
         """
-        gamma, beta = self._affine()
-        device = self._code.device
-        scale = torch.ones(self.num_features, device=device, dtype=dtype)
-        shift = torch.zeros((), device=device, dtype=dtype)
-        if self.proxy_scale is not None and self.proxy_bias is not None:
-            scale, shift = 1 + self.proxy_scale.to(dtype), self.proxy_bias.to(dtype)
-        if gamma is not None:
-            scale, shift = scale * gamma.to(dtype), shift * gamma.to(dtype)
-        if beta is not None:
-            shift = shift + beta.to(dtype)
-        steps = torch.arange(self.samples, device=device, dtype=dtype)
-        quantiles = (2**0.5) * torch.erfinv((2 * steps + 1) / self.samples - 1)
-        # Samples on dimension 0 and, for channels first, two dimensions behind: parameters of the
-        # activation broadcast as they do on (N, C, H, W), whether they are (C,) of PReLU's own kind
-        # or (C, 1, 1).
-        behind = (1, 1) if self.channel_dim == 1 else ()
-        proxy = torch.addcmul(
-            shift.view(-1, *behind), quantiles.view(-1, 1, *behind), scale.view(-1, *behind)
-        )
+        proxy = self._samples_of_proxy(dtype)
         shape = proxy.shape
+        kind = proxy.device.type
         # Under autocast some activations, PReLU among them, would drop to half.
-        with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
+        with torch.autocast("cpu" if kind == "meta" else kind, enabled=False):
             phi = self._activated(proxy)
         if phi.shape != shape:
             raise ValueError(
                 f"the activation is not elementwise: it maps {tuple(shape)} to {tuple(phi.shape)}"
             )
         mean = phi.mean(0, keepdim=True)
-        return mean.flatten(), ((phi - mean).square().mean(0).flatten() + self.eps).sqrt()
+        var = (phi - mean).square().mean(0)
+        return mean.flatten(), (var.flatten() + self.eps).sqrt()
+
+    def _samples_of_proxy(self, dtype: torch.dtype) -> Tensor:
+        """Return gamma * Y + beta for each sample and channel, (samples, C, 1, 1) for channels
+        first, else (samples, C).
+        """
+        gamma, beta = self._affine()
+        device = self._code.device
+        scale = torch.ones(self.num_features, device=device, dtype=dtype)
+        shift = torch.zeros((), device=device, dtype=dtype)
+        if self.proxy_scale is not None and self.proxy_bias is not None:
+            scale = 1 + self.proxy_scale.to(dtype)
+            shift = self.proxy_bias.to(dtype)
+        if gamma is not None:
+            scale = scale * gamma.to(dtype)
+            shift = shift * gamma.to(dtype)
+        if beta is not None:
+            shift = shift + beta.to(dtype)
+        steps = torch.arange(self.samples, device=device, dtype=dtype)
+        quantiles = (2**0.5) * torch.erfinv((2 * steps + 1) / self.samples - 1)
+        # Two dimensions behind: parameters of the activation broadcast as they do on (N, C, H, W),
+        # whether they are (C,) of PReLU's own kind or (C, 1, 1).
+        behind = (1, 1) if self.channel_dim == 1 else ()
+        y = quantiles.view(-1, 1, *behind)
+        return torch.addcmul(shift.view(-1, *behind), y, scale.view(-1, *behind))
 
     def _activated(self, proxy: Tensor) -> Tensor:
         """Apply the activation with its own parameters in the type of `proxy`, which some do not
@@ -286,22 +290,30 @@ class ProxyNorm(StrengthMixin):
         if x.ndim < 2 or x.shape[self.channel_dim] != self.num_features:
             where = f"dimension {self.channel_dim} of {tuple(x.shape)}"
             raise ValueError(f"ProxyNorm expects {self.num_features} channels in {where}")
-        kind = channelwise.known(self.activation)
-        if kind is not None:
-            maps = kernels.maps_for(x)
-            out = self._by_kernels(x, kind) if maps is None else self._by_maps(x, kind, maps)
-            if out is not None:
-                return out
+        out = self._by_kernels(x)
+        return self._by_formulas(x) if out is None else out
+
+    def _by_formulas(self, x: Tensor) -> Tensor:
         scale, shift = self.constants(compute_dtype(x))
-        shape = (-1,) + (1,) * (x.ndim - 2) if self.channel_dim == 1 else (-1,)
+        behind = (1,) * (x.ndim - 2) if self.channel_dim == 1 else ()
+        scale = scale.view(-1, *behind)
+        shift = shift.view(-1, *behind)
         phi = self.activation(x)
-        return torch.addcmul(shift.view(shape), phi, scale.view(shape)).to(phi.dtype)
+        return torch.addcmul(shift, phi, scale).to(phi.dtype)
+
+    def _by_kernels(self, x: Tensor) -> Tensor | None:
+        """Return the result by kernels, None where none take `x` and the activation."""
+        kind = channelwise.known(self.activation)
+        if kind is None:
+            return None
+        maps = kernels.maps_for(x)
+        return self._on_cpu(x, kind) if maps is None else self._by_maps(x, kind, maps)
 
     def _parameters_of_proxy(self) -> tuple[Tensor | None, ...]:
         """Return what the constants have derivatives by."""
         return *self._affine(), self.proxy_scale, self.proxy_bias
 
-    def _by_kernels(self, x: Tensor, kind: channelwise.Activation) -> Tensor | None:
+    def _on_cpu(self, x: Tensor, kind: channelwise.Activation) -> Tensor | None:
         """Return the result by kernels for a CPU, None where they do not take `x`."""
         tensors = *self._parameters_of_proxy(), self.restore_scale, self.restore_shift
         layout = channelwise.layout_of(x, *tensors, channel_dim=self.channel_dim)
@@ -381,6 +393,16 @@ class ProxyNorm(StrengthMixin):
         if not isinstance(self.activation, nn.Module):
             parts.insert(0, getattr(self.activation, "__name__", repr(self.activation)))
         return ", ".join(filter(None, [*parts, shown("strength", self.strength)]))
+
+
+def _check_settings(num_features: int, samples: int, eps: float, channel_dim: int) -> None:
+    if num_features < 1 or samples < 1 or eps < 0:
+        raise ValueError(
+            "need num_features and samples of at least 1, eps of at least 0; "
+            f"got {num_features}, {samples}, {eps}"
+        )
+    if channel_dim not in (1, -1):
+        raise ValueError(f"channel_dim must be 1 or -1, got {channel_dim}")
 
 
 def _unwrap_names(module: ProxyNorm, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -214,30 +214,34 @@ class _InstanceNormalNorm(RunningNormality):
             ValueError: If `x` has another number of dimensions or channels, or, where it is
                 normalized by itself, one value a channel.
         """
-        batched = x.ndim == self._batched_ndim
-        if not batched and x.ndim != self._batched_ndim - 1:
+        ndim = self._batched_ndim
+        if x.ndim not in (ndim - 1, ndim):
+            raise ValueError(f"expected {ndim - 1}D or {ndim}D input (got {x.ndim}D input)")
+        maps = x if x.ndim == ndim else x.unsqueeze(0)
+        channels = maps.shape[1]
+        if channels != self.num_features and self.affine:
             raise ValueError(
-                f"expected {self._batched_ndim - 1}D or {self._batched_ndim}D input (got {x.ndim}D input)"
-            )
-        maps = x if batched else x.unsqueeze(0)
-        if maps.shape[1] != self.num_features and self.affine:
-            raise ValueError(
-                f"expected {self.num_features} channels (num_features), but got: {maps.shape[1]}."
+                f"expected {self.num_features} channels (num_features), but got: {channels}."
             )
         if self.training or not self.track_running_stats:
-            if math.prod(maps.shape[2:]) == 1:
-                raise ValueError(
-                    f"Expected more than 1 spatial element when training, got input size {maps.size()}"
-                )
-            out, stats = self._by_own_statistics(maps)
-            if stats is not None and self.running_mean is not None:
-                spec = self._normalization()
-                mean, var, lmbda, size = spec.statistics(maps, self.weight, self.bias, stats)
-                over_batch = Statistics(mean.mean(0), var.mean(0), lmbda.mean(0), size)
-                self._update(over_batch, 0.0 if self.momentum is None else self.momentum)
+            out = self._by_each_sample(maps)
         else:
             out = self._by_running_statistics(maps)
-        return out if batched else out.squeeze(0)
+        return out if x.ndim == ndim else out.squeeze(0)
+
+    def _by_each_sample(self, x: Tensor) -> Tensor:
+        """Normalize (N, C, *) by its own statistics, and follow their means over the batch."""
+        if math.prod(x.shape[2:]) == 1:
+            raise ValueError(
+                f"Expected more than 1 spatial element when training, got input size {x.size()}"
+            )
+        out, stats = self._by_own_statistics(x)
+        if stats is not None and self.running_mean is not None:
+            spec = self._normalization()
+            mean, var, lmbda, size = spec.statistics(x, self.weight, self.bias, stats)
+            over_batch = Statistics(mean.mean(0), var.mean(0), lmbda.mean(0), size)
+            self._update(over_batch, 0.0 if self.momentum is None else self.momentum)
+        return out
 
     def channel_map(
         self,

@@ -420,9 +420,12 @@ def _plan(
     layout = layout_of(size, stride, dims, channels)
     plan = plan_of(layout.shape, layout.dims, layout.affine, busy)
     in_order = [d for d in layout.order if d in apart] == apart
-    if plan is None or not in_order or plan.tile.along != "sets" or plan.tile.merge != 1:
-        return None
-    return plan
+    return plan if in_order and plan is not None and _is_per_set(plan) else None
+
+
+def _is_per_set(plan: LaunchPlan) -> bool:
+    """Whether gamma is a number of each set, whose lanes are no other's."""
+    return plan.tile.along == "sets" and plan.tile.merge == 1
 
 
 def plan_for(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> LaunchPlan | None:

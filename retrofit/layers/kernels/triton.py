@@ -16,7 +16,7 @@ no pointer is a constant to Triton's compiler.
 
 # ruff: noqa: RET505 - Triton compiles what stands behind a branch by a constant, but not its
 # `else`, and adds tuples, but does not unpack them
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, annotation-unchecked"
 
 from __future__ import annotations
 
