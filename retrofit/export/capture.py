@@ -224,12 +224,15 @@ def _checked_module(exported: torch.export.ExportedProgram, call: Call) -> fx.Gr
     for name in ("train", "eval"):
         vars(module).pop(name, None)
     for owner in module.modules():
-        constants = [name for name, value in vars(owner).items() if isinstance(value, Tensor)]
-        # A form's constant: as a buffer it moves with the module
-        for name in constants:
-            value = getattr(owner, name)
-            delattr(owner, name)
-            owner.register_buffer(name, value)
+        _move_constants_to_buffers(owner)
     refuse_other_calls(module, call)
     module.eval()
     return module
+
+
+def _move_constants_to_buffers(owner: nn.Module) -> None:
+    """Register a form's constants, which then move with the module."""
+    constants = {name: value for name, value in vars(owner).items() if isinstance(value, Tensor)}
+    for name, value in constants.items():
+        delattr(owner, name)
+        owner.register_buffer(name, value)

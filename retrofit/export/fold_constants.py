@@ -171,8 +171,7 @@ def merge_adjacent_maps(graph: FoldingGraph) -> None:
     for node, affine in graph.affine_maps():
         previous: Any = node.args[0]
         before = graph.affine_map(previous)
-        is_alone = users_of(previous) == [node]
-        if is_alone and before is not None and before.dim == affine.dim:
+        if before is not None and before.dim == affine.dim and users_of(previous) == [node]:
             graph.set_module(node, before.then(affine))
             node.args = previous.args
             graph.erase(previous)
@@ -224,9 +223,7 @@ def _point_matrix(graph: FoldingGraph, node: Node) -> LinearMap | None:
     _, outputs, inputs, *size = matrix.weight.shape
     is_strided = set(arguments(node).get("stride", [1])) != {1}
     is_square = outputs == inputs and math.prod(size) == 1
-    if is_square and not is_strided:
-        return matrix
-    return None
+    return matrix if is_square and not is_strided else None
 
 
 def fold_into_consumers(graph: FoldingGraph) -> None:
