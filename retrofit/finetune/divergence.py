@@ -1,4 +1,4 @@
-"""Runs that fail: steps that are not finite, which layer diverged first, and networks that stay at
+"""Runs that fail: steps that are not finite, which layer diverged first, and why a network stays at
 chance.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.finetune.recipe import Recipe
-from retrofit.layers import FrozenBatchNorm, StrengthMixin
-from retrofit.utils.running import hooked
+from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
+from retrofit.utils.running import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
 
@@ -25,6 +25,10 @@ _FAULTS: tuple[Fault | None, ...] = (None, "loss", "gradient")
 _NORMS = (StrengthMixin, FrozenBatchNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)
 # Of the loss of guessing: a network that has begun to learn is below.
 _NEAR = 0.95
+# Steps of a run that may have ended before it began to learn.
+_FEW_STEPS = 100
+# Share of what answers differ by between classes, below which they do not differ between images.
+_SAME = 0.05
 
 
 @dataclass(frozen=True)
@@ -233,51 +237,53 @@ def _rank(module: nn.Module) -> int:
 
 
 class ChanceWatch:
-    """Says once, after warm-up, that a run learns nothing; `untrained`: it began with random
-    weights.
+    """Says once, after warm-up, that a run learns nothing, and why; `untrained`: it began with
+    random weights.
     """
 
-    def __init__(self, recipe: Recipe, classes: int | None, untrained: bool) -> None:
+    def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
         self._recipe = recipe
+        self._steps = steps
         self._classes = classes
         self._untrained = untrained
         self._in_a_row = 0
+        self._done = False
 
-    def warning(self, row: dict[str, Any], images: int) -> str | None:
+    def warning(
+        self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]
+    ) -> str | None:
         """Return a warning after an epoch, or None.
 
         Args:
             row: The epoch's metrics.
             images: How many images they were measured on.
+            model: The network.
+            few: Gives some images, (N, C, H, W), if asked.
         """
         epoch = row["epoch"]
         top1 = row["val_top1"]
         loss = row["val_loss"]
+        if self._done or loss is None or self._classes is None:
+            return None
         is_last = epoch >= self._recipe.epochs
         is_early = epoch < max(2, self._recipe.warmup + 1)
-        if loss is None or self._classes is None or (is_early and not is_last):
+        if is_early and not is_last:
             return None
         if not at_chance(top1, loss, images, self._classes):
             self._in_a_row = 0
             return None
         self._in_a_row += 1
         # The walk may stumble for an epoch.
-        said_before = self._in_a_row > 2
-        if said_before or (self._in_a_row < 2 and not is_last):
+        if self._in_a_row < 2 and not is_last:
             return None
+        self._done = True
+        collapsed = any(all_alike(model, some) for some in few)
+        why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
+        figures = f"top-1 {top1:.1f}% of {self._classes} classes, loss {loss:.2f}"
         return (
-            f"warning: after epoch {epoch} the network does no better than guessing (top-1 "
-            f"{top1:.1f}% of {self._classes} classes, loss {loss:.2f}): {self._likely_cause()}"
+            f"warning: after epoch {epoch} the network does no better than guessing "
+            f"({figures}): {why}"
         )
-
-    def _likely_cause(self) -> str:
-        cause = (
-            f"the learning rate {self._recipe.lr:g} is probably too high: lower `lr`, raise "
-            "`warmup_epochs` or train longer"
-        )
-        if self._untrained:
-            return f"it began with random weights, or {cause}"
-        return cause
 
 
 def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
@@ -289,3 +295,35 @@ def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
     guess = 1 / classes
     error = math.sqrt(guess * (1 - guess) / images)
     return top1 / 100 <= guess + 2 * error and loss >= _NEAR * math.log(classes)
+
+
+def all_alike(model: nn.Module, images: Tensor) -> bool:
+    """Whether a network answers the same to all images, (N, C, H, W); a new classifier, all zero,
+    answers nothing.
+    """
+    with evaluating(model):
+        answers = model(images.to(device_of(model))).float()
+    by_class = answers - answers.mean(dim=1, keepdim=True)
+    by_image = by_class - by_class.mean(dim=0)
+    return bool(by_image.abs().max() < _SAME * by_class.abs().max())
+
+
+def explanation(
+    model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool
+) -> str:
+    """Say what a run at chance most likely suffers from, and what to change."""
+    if not collapsed and untrained:
+        return "it began with random weights: train it longer, or begin with trained ones"
+    if not collapsed and steps < _FEW_STEPS:
+        return (
+            f"{steps} steps are few: train it longer, and if that does not help lower `lr` or "
+            "raise `warmup_epochs`"
+        )
+    cause = f"the learning rate {recipe.lr:g} is probably too high"
+    if collapsed:
+        cause = f"its features have collapsed, all images get the same answer: {cause}"
+    if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
+        cause += " for layers that take no statistics of the batch"
+    if recipe.warmup:
+        return f"{cause}; lower `lr` or raise `warmup_epochs`"
+    return f"{cause} without warm-up; lower `lr` or give `warmup_epochs=1`"

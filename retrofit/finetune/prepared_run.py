@@ -82,7 +82,7 @@ class PreparedRun:
         self._set_up_data(images, target_network)
         self.position = Position(self.epoch_steps * recipe.epochs)
         untrained = network.weights["kind"] == "random"
-        self.chance = ChanceWatch(recipe, classes, untrained)
+        self.chance = ChanceWatch(recipe, self.position.steps, classes, untrained)
         self._set_up_training()
 
     def _set_up_data(self, images: Images, labelling: nn.Module | None) -> None:

@@ -355,7 +355,8 @@ class Run(PreparedRun):
         return accuracy
 
     def _warn_of_chance(self, row: dict[str, Any], images: int) -> None:
-        warning = self.chance.warning(row, images)
+        few = self.plain_images.batches(_FEW, _FEW)
+        warning = self.chance.warning(row, images, self.validated, few)
         if warning is not None:
             self.callback.note(warning)
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.finetune.divergence import (
-    ChanceWatch,
     Fault,
     StepGate,
+    all_alike,
     at_chance,
     divergence_of,
+    explanation,
     not_finite,
 )
 from retrofit.finetune.optimization import build_optimizer
@@ -223,17 +224,59 @@ def test_at_chance(top1: float, loss: float, images: int, classes: int, expected
     assert at_chance(top1, loss, images, classes) is expected
 
 
-def test_the_likely_cause() -> None:
-    row = {"epoch": 3, "val_top1": 10.0, "val_loss": math.log(10)}
-    for untrained, cause in (
-        (True, "it began with random weights"),
-        (False, ": the learning rate 0.0003"),
+def test_answers_that_are_alike() -> None:
+    images = torch.randn(6, 3, 4, 4)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    for weight, bias, alike in (
+        (1.0, 1.0, False),
+        (1e-3, 0.0, False),
+        (0.0, 0.0, False),
+        (0.0, 1.0, True),
     ):
-        watch = ChanceWatch(Recipe(), 10, untrained)
-        said = [watch.warning(row, 300) for _ in range(4)]
-        assert said[::2] == [None, None]
-        assert cause in str(said[1])
-        assert said[3] is None
+        nn.init.normal_(
+            model[1].weight, std=weight
+        )  # small, of a classifier that has hardly begun to learn
+        nn.init.normal_(model[1].bias, std=bias)
+        assert all_alike(model, images) is alike
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "steps", "collapsed", "untrained", "said"),
+    [
+        (
+            "gn",
+            {"warmup_epochs": 0},
+            20,
+            True,
+            True,
+            "layers that take no statistics of the batch without warm-up;",
+        ),
+        ("gn", {}, 500, False, False, "; lower `lr` or raise `warmup_epochs`"),
+        (
+            "bnn",
+            {},
+            500,
+            True,
+            False,
+            "all images get the same answer: the learning rate 0.0003 is probably too high;",
+        ),
+        (
+            "bnn",
+            {},
+            20,
+            False,
+            True,
+            "it began with random weights: train it longer, or begin with",
+        ),
+        ("bnn", {}, 20, False, False, "20 steps are few: train it longer"),
+    ],
+)
+def test_the_cause(
+    to: str, settings: dict[str, Any], steps: int, collapsed: bool, untrained: bool, said: str
+) -> None:
+    assert said in explanation(
+        small_network(to).model, Recipe(**settings), steps, collapsed, untrained
+    )
 
 
 def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:
@@ -248,5 +291,5 @@ def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:
         callback=listener,
     )
     (note,) = [note for note in listener.notes if "no better than guessing" in note]
-    assert "the learning rate 100 is probably too high" in note
+    assert "have collapsed" in note
     assert all(row["val_loss"] > 0 for row in result.rows)
