@@ -283,7 +283,7 @@ def test_the_card_says_what_the_manifest_knows(tmp_path: Path) -> None:
         {"Accuracy": "12.5% top-1"},
     )
     options = {"license": "apache-2.0", "details": details, "weights": weights}
-    folder = retrofit.save_for_hub(converted("ln-pn", 0.5), tmp_path, **options)
+    folder = retrofit.save_for_hub(converted("ln-pn", 0.3), tmp_path, **options)
     _, head, body = (folder / "README.md").read_text().split("---", 2)
     said = {
         "library_name": "retrofit",
@@ -293,7 +293,7 @@ def test_the_card_says_what_the_manifest_knows(tmp_path: Path) -> None:
     assert yaml.safe_load(head) == said
     for fact in (
         "test_resnet",
-        "Strength: 0.5",
+        "Strength: 0.3 (0: the base model, 1: the target)",
         "12.5% top-1",
         "pretrained: timm/test_resnet",
         "US patent 12430552",
