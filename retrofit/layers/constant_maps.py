@@ -117,13 +117,16 @@ class LinearMap:
         same input channels.
         """
         groups, size = matrix.weight.shape[:2]
-        if self.weight.shape[:2].numel() != groups * size or self.weight.shape[1] % size:
+        own_groups, outputs = self.weight.shape[:2]
+        if own_groups * outputs != groups * size or outputs % size:
             return None
         factor = matrix.weight.view(groups, size, size)
-        weight = (factor @ self.weight.reshape(groups, size, -1)).view(self.weight.shape)
+        rows = self.weight.reshape(groups, size, -1)
+        weight = (factor @ rows).view(self.weight.shape)
         if self.bias is None:
             return replace(self, weight=weight, bias=matrix.bias)
-        moved = (factor @ self.bias.view(groups, size, 1)).flatten()
+        column = self.bias.view(groups, size, 1)
+        moved = (factor @ column).flatten()
         return replace(self, weight=weight, bias=_sum(matrix.bias, moved))
 
 

@@ -328,20 +328,23 @@ class EstimatedTransform(nn.Module):
         sign, log = _sign_and_log(h, a)
         signed = sign * log
         tiny = torch.finfo(h.dtype).tiny
+        v = v.clamp_min(tiny)
         low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
+        # An eighth of a, (1 + a) * l and d
         share = a * _SHARE
         grown = (share + _SHARE) * log
-        # an eighth, as what follows of it
         d = grown - share
-        v = v.clamp_min(tiny)
+        # A 64th of a * e + d^2
+        e = grown * log - 2.0 * d
+        m45 = mean(share * e + d * d)
         m3 = mean(d)
         ratio = mean(h * d) / v
-        # a 64th
-        m45 = mean(share * (grown * log - 2.0 * d) + d * d)
-        curvature = ((m45 - m3 * m3) / v - 2.0 * ratio * ratio).clamp_min(MIN_CURVATURE * _SHARE**2)
+        bend = (m45 - m3 * m3) / v - 2.0 * ratio * ratio
+        curvature = bend.clamp_min(MIN_CURVATURE * _SHARE**2)
         step = (mean(signed) * _SHARE**2 - ratio * _SHARE) / curvature
         kappa = self.effective_alpha * torch.minimum(torch.maximum(step, low), high)
-        return relative_growth((sign * kappa + 1.0) * log) * signed
+        p = sign * kappa + 1.0
+        return relative_growth(p * log) * signed
 
     def _standardized(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Return standardized values alone: of sets that are the last dimensions by torch's own
@@ -395,11 +398,16 @@ class MigratedForm(nn.Module):
         grouped = x.unflatten(1, (self.groups, -1)).flatten(2)
         mean = grouped.mean(2, keepdim=True)
         centred = grouped - mean
-        low, high = centred.amin(2, True), centred.amax(2, True)
-        inverse, small, rest = _scaled(centred, low, high, math.sqrt(1 - t + t * self.eps))
-        rstd = torch.rsqrt((small * small).mean(2, keepdim=True) * t + rest)
-        y = ((grouped - mean * t) * (inverse * rstd)).reshape(x.shape)
-        return y * channel_view(self.weight, x) + channel_view(self.bias, x)
+        low = centred.amin(2, True)
+        high = centred.amax(2, True)
+        root = math.sqrt(1 - t + t * self.eps)
+        inverse, small, rest = _scaled(centred, low, high, root)
+        power = (small * small).mean(2, keepdim=True)
+        scale = inverse * torch.rsqrt(power * t + rest)
+        y = (grouped - mean * t) * scale
+        gamma = channel_view(self.weight, x)
+        beta = channel_view(self.bias, x)
+        return y.reshape(x.shape) * gamma + beta
 
 
 class ChannelsFirstLayerNorm(nn.LayerNorm):

@@ -67,13 +67,14 @@ class _OneStep(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         h, t, stats = ctx.saved_tensors
+        grad = grads[0]
         grad_h = torch.empty_like(h)
         for block in blocks(h, ctx.dim):
-            step, *gradient = (block.of(s) for s in stats)
-            _, direct, to_lmbda, shift = eager.pulls(
-                block(grads[0]), block(h), t, step, StepGradient(*gradient)
-            )
-            block(grad_h).copy_(direct + t * to_lmbda.mean(ctx.dim, True) * shift)
+            step, *gradient = (block.of(row) for row in stats)
+            of_step = StepGradient(*gradient)
+            _, direct, to_lmbda, shift = eager.pulls(block(grad), block(h), t, step, of_step)
+            to_lmbda = t * to_lmbda.mean(ctx.dim, True)
+            block(grad_h).copy_(direct + to_lmbda * shift)
         return grad_h, None, None
 
 

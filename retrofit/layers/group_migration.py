@@ -145,24 +145,23 @@ def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     cancellation.
     """
     dims = tuple(range(2, x.ndim))
-    if (
-        x.dtype != dtype and not transformed()
-    ):  # a half type, whose own rounding is more than what cancels in `dtype`
-        mean, size = x.mean(dims, dtype=dtype), max(1, math.prod(x.shape[2:]))
-        return mean, (
-            torch.linalg.vector_norm(x, dim=dims, dtype=dtype).square() / size - mean.square()
-        ).clamp_min(0)
-    x = x.to(dtype)
-    if not (
-        transformed() or x.is_cpu or x.numel() == 0
-    ):  # on CPU var_mean takes several times as long
+    size = max(1, math.prod(x.shape[2:]))
+    if transformed():
+        # The norm below does not have further derivatives everywhere
+        values = x.to(dtype)
+        mean = values.mean(dims, keepdim=True)
+        return mean.flatten(1), (values - mean).square().mean(dims)
+    if x.dtype != dtype:
+        # A half type, whose own rounding is more than what cancels in `dtype`
+        mean = x.mean(dims, dtype=dtype)
+        power = torch.linalg.vector_norm(x, dim=dims, dtype=dtype).square() / size
+        return mean, (power - mean.square()).clamp_min(0)
+    if not x.is_cpu and x.numel() > 0:
         var, mean = torch.var_mean(x, dims, correction=0)
         return mean, var
+    # On a CPU var_mean takes several times as long
     mean = x.mean(dims, keepdim=True)
-    # whose further derivatives the norm does not have everywhere
-    if transformed():
-        return mean.flatten(1), (x - mean).square().mean(dims)
-    var = torch.linalg.vector_norm(x - mean, dim=dims).square() / max(1, math.prod(x.shape[2:]))
+    var = torch.linalg.vector_norm(x - mean, dim=dims).square() / size
     return mean.flatten(1), var
 
 
@@ -179,24 +178,39 @@ def _group_affine(
     rstd, gain and gamma, (C,) each, and, (N, C) each, the group's mean over the gain and k.
     """
     num_groups, t, eps, source_eps = numbers
-    ones = torch.ones_like(mean, dtype=t.dtype)
-    gamma, gain = (ones if values is None else values.to(t.dtype) for values in (weight, gain))
-    mean, rstd = mean.to(t.dtype), torch.rsqrt(var.to(t.dtype) + source_eps)
-    # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
-    row_mean, row_var = _moments(x, t.dtype)
+    dtype = t.dtype
+    ones = torch.ones_like(mean, dtype=dtype)
+    gamma = ones if weight is None else weight.to(dtype)
+    gain = ones if gain is None else gain.to(dtype)
+    mean = mean.to(dtype)
+    rstd = torch.rsqrt(var.to(dtype) + source_eps)
     groups = len(x), num_groups, len(ones) // num_groups
-    centre = ((row_mean - mean) * (rstd * gain)).reshape(groups)
-    m = centre.mean(2, keepdim=True)
-    v = ((row_var * (rstd * gain).square()).reshape(groups) + (centre - m).square()).mean(
-        2, keepdim=True
-    )
+    m, v = _group_moments(*_moments(x, dtype), mean, rstd * gain, groups)
     # At t = 0 the moments do not count, not even where they overflow.
-    m, v = torch.where(t > 0, m, 0.0), torch.where(t > 0, v, 1.0)
+    m = torch.where(t > 0, m, 0.0)
+    v = torch.where(t > 0, v, 1.0)
     k = torch.rsqrt(torch.lerp(torch.ones_like(v), v + eps, t))
-    m, k = m.expand(groups).flatten(1) / gain, k.expand(groups).flatten(1)
+    # (a * x' - m) / a = x' - m / a: the gain enters through the moments alone.
+    m = m.expand(groups).flatten(1) / gain
+    k = k.expand(groups).flatten(1)
     scale = k * gamma
-    shift = (0.0 if bias is None else bias.to(t.dtype)) - scale * (mean * rstd + t * m)
+    shift = -scale * (mean * rstd + t * m)
+    if bias is not None:
+        shift = shift + bias.to(dtype)
     return _affine(x, shift, x, scale * rstd), mean, rstd, gain, gamma, m, k
+
+
+def _group_moments(
+    row_mean: Tensor, row_var: Tensor, mean: Tensor, scale: Tensor, groups: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the group's mean and variance of (x - mean) * scale, (N, G, 1), by moments of x for
+    each sample and channel.
+    """
+    centre = ((row_mean - mean) * scale).reshape(groups)
+    within = (row_var * scale.square()).reshape(groups)
+    m = centre.mean(2, keepdim=True)
+    between = (centre - m).square()
+    return m, (within + between).mean(2, keepdim=True)
 
 
 class _GroupAffine(torch.autograd.Function):
@@ -219,11 +233,10 @@ class _GroupAffine(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, t, mean, rstd, gain, gamma, m, k = (
-            ctx.saved_tensors
-        )  # m of the group, over the channel's gain
+        # m of the group, over the channel's gain
+        x, t, mean, rstd, gain, gamma, m, k = ctx.saved_tensors
         dims = tuple(range(2, x.ndim))
-        grad = grads[0]
+        (grad,) = grads
         sum_g = grad.sum(dims, dtype=k.dtype)
         centred = torch.addcmul(k.new_zeros(1), grad, x).sum(dims) - mean * sum_g
         # of grad * x^
@@ -237,14 +250,13 @@ class _GroupAffine(torch.autograd.Function):
                 means = (sums * gamma).view(groups).sum(2, keepdim=True) / size
                 return means.expand(groups).reshape(k.shape)
 
-            slope = (
-                -t * (k * gain).square() * group_mean(sum_gx)
-            )  # of the gradient in (x - mean) * rstd
+            # Of the gradient in (x - mean) * rstd
+            slope = -t * (k * gain).square() * group_mean(sum_gx)
             shift = -t * k * gain * group_mean(sum_g / gain) - slope * (mean * rstd + m)
-            dx = torch.addcmul(
-                channel_view(shift * rstd, x), x, channel_view(slope * rstd.square(), x)
-            )
-            dx = _affine(x, dx, grad, k * gamma * rstd)
+            slope_in_x = channel_view(slope * rstd.square(), x)
+            shift_in_x = channel_view(shift * rstd, x)
+            of_moments = torch.addcmul(shift_in_x, x, slope_in_x)
+            dx = _affine(x, of_moments, grad, k * gamma * rstd)
         return dx, *needed(ctx, 1, (sum_gx.sum(0), sum_g.sum(0))), None, None, None, None
 
 
@@ -252,12 +264,12 @@ def _affine(like: Tensor, shift: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """Return x * scale + shift for (N, C) tables, computed in their type, in the type and memory
     format of `like`.
     """
-    values = channel_view(shift, x) if shift.ndim == 2 else shift, x, channel_view(scale, x)
-    return (
-        torch.addcmul(*values, out=torch.empty_like(like))
-        if fits(like)
-        else torch.addcmul(*values).to(like.dtype)
-    )
+    if shift.ndim == 2:
+        shift = channel_view(shift, x)
+    scale = channel_view(scale, x)
+    if fits(like):
+        return torch.addcmul(shift, x, scale, out=torch.empty_like(like))
+    return torch.addcmul(shift, x, scale).to(like.dtype)
 
 
 @torch.no_grad()

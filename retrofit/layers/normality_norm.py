@@ -355,15 +355,17 @@ def _followed(
         raise RuntimeError(
             "synchronized statistics take no transform of torch.func; use the plain layer's class"
         )
-    values, dim = spec.sets(x)
     t = strength.value(compute_dtype(x))
+    values, dim = spec.sets(x)
     values = values.to(t.dtype)
     var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + spec.eps)
     h = (values - mean) * rstd
     y, lmbda = gaussianize(h, dim, t, spec.noise, spec.noise_kind, spec.alpha)
-    out = affine(y, *spec.views(x, weight, bias)).to(x.dtype).reshape(x.shape)
-    return out, torch.stack([mean, var, rstd, lmbda - 1]).detach()
+    gamma, beta = spec.views(x, weight, bias)
+    out = affine(y, gamma, beta).to(x.dtype)
+    stats = torch.stack([mean, var, rstd, lmbda - 1])
+    return out.reshape(x.shape), stats.detach()
 
 
 class _ByFormulas(torch.autograd.Function):
@@ -384,8 +386,10 @@ class _ByFormulas(torch.autograd.Function):
         ctx.spec = spec
         ctx.save_for_backward(x, weight, bias, t, seed, stats)
         ctx.mark_non_differentiable(stats)
-        # Not a view, which an in-place operation behind the layer could not change.
-        return out if out.shape == x.shape else out.reshape(x.shape).clone(), stats
+        if out.shape != x.shape:
+            # Not a view, which an in-place operation behind the layer could not change
+            out = out.reshape(x.shape).clone()
+        return out, stats
 
     @staticmethod
     @differentiable_once

@@ -37,10 +37,8 @@ LOG_STRETCH = 4.0
 # stands for zero where it is divided by
 TINY = 1e-30
 _SERIES_RADIUS = 0.5
-_SERIES_TERMS = (
-    # 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64
-    12
-)
+# 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64
+_SERIES_TERMS = 12
 
 
 def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
@@ -105,17 +103,15 @@ class _YeoJohnson(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         h, lmbda = ctx.saved_tensors
         _, p, log = _power_and_log(h, lmbda)
-        grad_h = (
-            (grads[0] * torch.exp((p - 1) * log)).sum_to_size(h.shape)
-            if ctx.needs_input_grad[0]
-            else None
-        )
-        grad_lmbda = None
+        (grad,) = grads
+        grad_h = grad_lmbda = None
+        if ctx.needs_input_grad[0]:
+            by_h = torch.exp((p - 1) * log)
+            grad_h = (grad * by_h).sum_to_size(h.shape)
         if ctx.needs_input_grad[1]:
             u = p * log
-            grad_lmbda = (grads[0] * lmbda_derivative(u, log, torch.expm1(u))).sum_to_size(
-                lmbda.shape
-            )
+            by_lmbda = lmbda_derivative(u, log, torch.expm1(u))
+            grad_lmbda = (grad * by_lmbda).sum_to_size(lmbda.shape)
         return grad_h, grad_lmbda
 
 
@@ -135,14 +131,15 @@ class Reductions:
         return list(average(sums, self._share(tensors[0]), self.group))
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.group is None:
-            return x.amin(self.dims, True), x.amax(self.dims, True)
-        shape = [1 if i in self.dims else size for i, size in enumerate(x.shape)]
-        nothing = torch.full(shape, torch.inf, device=x.device, dtype=x.dtype)
-        own = (
-            (x.amin(self.dims, True), x.amax(self.dims, True)) if x.numel() else (nothing, -nothing)
-        )
-        return widest(*own, self.group)
+        if x.numel() or self.group is None:
+            low = x.amin(self.dims, True)
+            high = x.amax(self.dims, True)
+        else:
+            # A rank without values has no extremes
+            shape = [1 if i in self.dims else size for i, size in enumerate(x.shape)]
+            low = torch.full(shape, torch.inf, device=x.device, dtype=x.dtype)
+            high = -low
+        return (low, high) if self.group is None else widest(low, high, self.group)
 
     def size(self, x: Tensor) -> Tensor | int:
         if self.group is None:
@@ -205,12 +202,15 @@ def first_step(
     bounds = step_bounds(*over.extremes(h.detach()))
     m1, m2, m3, m45, v = over.means([signed, h * d, d, torch.addcmul(a * e, d, d), h * h])
     v = v.clamp_min(TINY)
-    r, b = m2 / v, (m45 - m3 * m3) / v
-    slope, bend = r - m1, b - 2 * r**2
+    r = m2 / v
+    b = (m45 - m3 * m3) / v
+    slope = r - m1
+    bend = b - 2 * r**2
     curvature = bend.clamp_min(MIN_CURVATURE)
     unbounded = -slope / curvature
     step = unbounded.clamp(*bounds)
-    free, curved = (unbounded == step).to(h.dtype), (bend > MIN_CURVATURE).to(h.dtype)
+    free = (unbounded == step).to(h.dtype)
+    curved = (bend > MIN_CURVATURE).to(h.dtype)
     # d step / d L' = -1 / L''
     by_slope = -free / curvature
     # d step / d L'' = L' / L''^2
@@ -229,9 +229,9 @@ def step_bounds(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     exp(`LOG_STRETCH`) on [low, high]: lambda > 1 stretches the positive side, lambda < 1 the
     negative one.
     """
-    return -LOG_STRETCH / torch.log1p((-low).clamp_min(TINY)), LOG_STRETCH / torch.log1p(
-        high.clamp_min(TINY)
-    )
+    down = torch.log1p((-low).clamp_min(TINY))
+    up = torch.log1p(high.clamp_min(TINY))
+    return -LOG_STRETCH / down, LOG_STRETCH / up
 
 
 def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: StepGradient) -> Tensor:
@@ -247,7 +247,7 @@ def step_derivative(h: Tensor, a: Tensor, log: Tensor, inverse: Tensor, by: Step
     dm2 = d + a_log
     # d (a * e + d^2) / d a
     dm45 = grown * log - 2 * d + log * (a_log + 2 * d)
-    even = (
-        by.by_m45 * dm45 + by.by_m3 * log
-    )  # of even functions of h, whose derivatives take its sign; d d / d a = l
-    return by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h + torch.where(h < 0, -even, even)
+    # Of even functions of h, whose derivatives take its sign; d d / d a = l
+    even = by.by_m45 * dm45 + by.by_m3 * log
+    odd = by.by_m1 * inverse + by.by_m2 * dm2 + 2 * by.by_v * h
+    return odd + torch.where(h < 0, -even, even)

@@ -88,15 +88,18 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
 
     def standardized_weight(self) -> Tensor:
         """Return the weight that the convolution uses, in the shape and type of `weight`."""
-        weight = self.weight.to(compute_dtype(self.weight))
+        dtype = compute_dtype(self.weight)
+        weight = self.weight.to(dtype)
         shape = (-1, *(1,) * (weight.ndim - 1))
         mean, std = self._moments(weight)
-        scale = self.restore_scale.to(weight.dtype).view(shape) / std
-        shift = self.restore_shift.to(weight.dtype).view(shape)
+        scale = self.restore_scale.to(dtype).view(shape) / std
+        shift = self.restore_shift.to(dtype).view(shape)
         standard = torch.addcmul(shift, weight - mean, scale)
         if self.scale is not None:
-            standard = standard * self.scale.to(weight.dtype).view(shape)
-        return torch.lerp(weight, standard, self.strength.to(weight.dtype)).to(self.weight.dtype)
+            learned = self.scale.to(dtype).view(shape)
+            standard = standard * learned
+        used = torch.lerp(weight, standard, self.strength.to(dtype))
+        return used.to(self.weight.dtype)
 
     def source_layer(self) -> nn.Module:
         convolutions = nn.Conv1d, nn.Conv2d, nn.Conv3d

@@ -104,17 +104,22 @@ def pulled_back(
     """Return the gradient with respect to `x`, in its dtype, and y with its noise, which gamma
     multiplied.
     """
-    values, grad = x.to(compute_dtype(x)), grad.to(compute_dtype(x))
+    dtype = compute_dtype(x)
     mean, _, rstd, step, *gradient, spread = stats.unbind()
-    h = (values - mean) * rstd
-    g = grad if weight is None else grad * weight.to(values.dtype)
+    h = (x.to(dtype) - mean) * rstd
+    g = grad.to(dtype)
+    if weight is not None:
+        g = g * weight.to(dtype)
     y, direct, to_lmbda, shift = pulls(g, h, t, step, StepGradient(*gradient))
     # d psi / d h is linear in the mean gradient of lambda, so one reduction serves all three
     # projections.
-    to_lmbda, d0, dh, s0, sh = over.means([to_lmbda, direct, direct * h, shift, shift * h])
+    products = [to_lmbda, direct, direct * h, shift, shift * h]
+    to_lmbda, direct_mean, direct_h, shift_mean, shift_h = over.means(products)
     to_lmbda = t * to_lmbda
     pull = direct + to_lmbda * shift
-    grad_x = rstd * (pull - (d0 + to_lmbda * s0) - h * (dh + to_lmbda * sh))
+    along_one = direct_mean + to_lmbda * shift_mean
+    along_h = direct_h + to_lmbda * shift_h
+    grad_x = rstd * (pull - along_one - h * along_h)
     if noise is not None:
         y = y + noise(spread)
     return grad_x.to(x.dtype), y
@@ -172,11 +177,15 @@ def transform(h: Tensor, log: Tensor, change: Tensor) -> tuple[Tensor, Tensor, T
     """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is
     log(1 + |h|).
     """
-    positive, negative = (torch.where(p == 0, _NEAR_ZERO, p) for p in (1 + change, 1 - change))
+    up = 1 + change
+    down = 1 - change
+    up = torch.where(up == 0, _NEAR_ZERO, up)
+    down = torch.where(down == 0, _NEAR_ZERO, down)
     below = h < 0
-    u = log * torch.where(below, negative, positive)
+    u = log * torch.where(below, down, up)
     growth = torch.expm1(u)
-    return growth * torch.where(below, -1 / negative, 1 / positive), u, growth
+    by_power = torch.where(below, -1 / down, 1 / up)
+    return growth * by_power, u, growth
 
 
 def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -199,18 +208,32 @@ def normal(
     key = seed[0] + ((first + 2**31) % 2**32 - 2**31)
     for axis, stride in enumerate(strides):
         steps = torch.arange(shape[axis], dtype=torch.int32, device=seed.device) * stride
-        key = key + steps.view(-1, *(1,) * (len(shape) - axis - 1))
-    for place, (shift, multiplier) in enumerate(_ROUNDS):
-        key = (_mix(key, shift) + (seed[1] if place == 1 else 0)) * multiplier
-    key = _mix(key, 14)
+        behind = (1,) * (len(shape) - axis - 1)
+        key = key + steps.view(-1, *behind)
+    key = _hash(key, seed)
+    # Of 31 bits, in the middle of their interval
     v = (key & 0x7FFFFFFF).to(torch.float32) * 2.0**-31 + 2.0**-32
     w = -torch.log(v * (2 - v))
-    numerator, denominator = torch.zeros_like(w), torch.zeros_like(w)
-    # highest power first
-    for p, q in zip(NUMERATOR, DENOMINATOR, strict=True):
-        numerator, denominator = numerator * w + p, denominator * w + q
-    z = (1 - v) * numerator / denominator
+    z = (1 - v) * _polynomial(NUMERATOR, w) / _polynomial(DENOMINATOR, w)
     return torch.where(key < 0, -z, z)
+
+
+def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
+    """Evaluate a polynomial, highest power first."""
+    value = torch.zeros_like(x)
+    for coefficient in coefficients:
+        value = value * x + coefficient
+    return value
+
+
+def _hash(key: Tensor, seed: Tensor) -> Tensor:
+    """Return random bits for each position."""
+    for place, (shift, multiplier) in enumerate(_ROUNDS):
+        key = _mix(key, shift)
+        if place == 1:
+            key = key + seed[1]
+        key = key * multiplier
+    return _mix(key, 14)
 
 
 def _mix(key: Tensor, shift: int) -> Tensor:
@@ -289,14 +312,16 @@ def forward(
 ) -> Tensor:
     """Fill `out` with the result; return `FIELDS` numbers of each set."""
     layout = options.layout
-    out, x = layout.view(out), layout.view(x)
-    weight, bias = layout.view_affine(weight), layout.view_affine(bias)
-    over, stats = Reductions(layout.dims, options.group), []
+    out = layout.view(out)
+    x = layout.view(x)
+    weight = layout.view_affine(weight)
+    bias = layout.view_affine(bias)
+    over = Reductions(layout.dims, options.group)
+    stats = []
     for block in blocks(x, layout.dims, options.group is not None):
+        noise = block.noise(x, options)
         affine = block.of(weight), block.of(bias)
-        part, kept = normalized(
-            block(x), *affine, options.t, options.eps, block.noise(x, options), over
-        )
+        part, kept = normalized(block(x), *affine, options.t, options.eps, noise, over)
         block(out).copy_(part)
         stats.append(kept)
     return torch.cat(stats, block.axis + 1)
@@ -314,19 +339,27 @@ def backward(
     least.
     """
     layout = options.layout
-    grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
+    grad_x = layout.view(grad_x)
+    x = layout.view(x)
+    grad = layout.view(grad)
     weight = layout.view_affine(weight)
     over = Reductions(layout.dims, options.group)
-    grads = torch.zeros((2, *layout.affine), dtype=stats.dtype, device=x.device)
+    to_weight = torch.zeros(layout.affine, dtype=stats.dtype, device=x.device)
+    to_bias = torch.zeros_like(to_weight)
     for block in blocks(x, layout.dims, options.group is not None):
-        kept, noise = torch.stack([block.of(s) for s in stats]), block.noise(x, options)
-        part, y = pulled_back(block(grad), block(x), block.of(weight), options.t, kept, noise, over)
+        noise = block.noise(x, options)
+        kept = torch.stack([block.of(row) for row in stats])
+        g = block(grad)
+        part, y = pulled_back(g, block(x), block.of(weight), options.t, kept, noise, over)
         block(grad_x).copy_(part)
-        g = block(grad).to(y.dtype)
-        for whole, share in zip(grads, (g * y, g), strict=True):
-            target = block.of(whole)
-            target += share.sum_to_size(target.shape)
-    return grads
+        g = g.to(y.dtype)
+        _add(block.of(to_weight), g * y)
+        _add(block.of(to_bias), g)
+    return torch.stack([to_weight, to_bias])
+
+
+def _add(total: Tensor, share: Tensor) -> None:
+    total += share.sum_to_size(total.shape)
 
 
 def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
