@@ -210,6 +210,15 @@ class Recipe(BaseModel):
         if self.match and not self.checkpoint:
             yield "match says how to pair a checkpoint's tensors, set checkpoint too"
         yield from self._objective_contradictions()
+        yield from self._schedule_contradictions()
+        if self.amp_dtype and not self.amp:
+            yield "amp_dtype chooses the data type of mixed precision; set amp: true too"
+        folderless = self.dataset in ("", "digits") or self.dataset.startswith("hf")
+        if not self.data_dir and not folderless:
+            dataset = printable(self.dataset, 64)
+            yield f"dataset {dataset} needs data_dir too, the folder that holds it"
+
+    def _schedule_contradictions(self) -> Iterator[str]:
         if self.strength_sched == "there-and-back" and self.strength_end == 1:
             yield (
                 "there-and-back returns to a strength below 1; set strength_end, 0 for the "
@@ -219,12 +228,6 @@ class Recipe(BaseModel):
         if self.sched == "none" and ignored:
             names = " and ".join(ignored)
             yield f"sched none does not apply {names}; set sched: constant, which does"
-        if self.amp_dtype and not self.amp:
-            yield "amp_dtype chooses the data type of mixed precision; set amp: true too"
-        folderless = self.dataset in ("", "digits") or self.dataset.startswith("hf")
-        if not self.data_dir and not folderless:
-            dataset = printable(self.dataset, 64)
-            yield f"dataset {dataset} needs data_dir too, the folder that holds it"
 
     def _objective_contradictions(self) -> Iterator[str]:
         mixed = bool(self.mixup or self.cutmix)

@@ -3,7 +3,7 @@
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,21 +237,31 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
     usual = [nest for nest in (*_NESTS, "") if nest in sets]
     if not usual and len(sets) == 1:
         usual = [*sets]
-    nests = shortlist([nest or "weights at its top" for nest in sets], most=6)
-    if key is None:
-        if not usual:
-            raise RetrofitError(
-                f"{path} holds several sets of weights ({nests}); choose with `checkpoint_key=NAME`"
-            )
-        return usual[0], ""
-    key = key.strip(".")
+    if key is not None:
+        return _chosen_by_key(sets, key.strip("."), (*usual[:1], *sets), path)
+    if not usual:
+        raise RetrofitError(
+            f"{path} holds several sets of weights ({_listed(sets)}); choose with "
+            "`checkpoint_key=NAME`"
+        )
+    return usual[0], ""
+
+
+def _chosen_by_key(
+    sets: Mapping[str, Tensors], key: str, nests: Iterable[str], path: str | Path
+) -> tuple[str, str]:
+    """Return the nest that a key names; or the first that holds names with this beginning."""
     if key in sets:
         return key, ""
-    for nest in (*usual[:1], *sets):
+    for nest in nests:
         prefix = _prefix_under(nest, key)
         if prefix and any(name.startswith(prefix) for name in sets[nest]):
             return nest, prefix
     raise RetrofitError(
-        f"{path} holds no weights under {printable(key, 64)!r} (it holds {nests}); give "
+        f"{path} holds no weights under {printable(key, 64)!r} (it holds {_listed(sets)}); give "
         "`checkpoint_key` one of these, or how the names of the weights begin"
     )
+
+
+def _listed(sets: Mapping[str, Tensors]) -> str:
+    return shortlist([nest or "weights at its top" for nest in sets], most=6)

@@ -122,24 +122,32 @@ def _load_fitting(model: nn.Module, state: Tensors) -> "_Misfit":
     shared = [name for name in ours if name in state]
     unfit = [name for name in shared if not _alike(ours[name], state[name], name)]
     fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
-    # torch's own hooks may rename what older versions of a network called otherwise.
-    try:
-        result = model.load_state_dict(fitting, strict=False)
-    except RuntimeError as error:
-        raise RetrofitError(
-            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check "
-            "whose it is"
-        ) from error
+    missing, unexpected = _load(model, fitting)
     if not beside:
         prefix = ""
     return _Misfit(
         ours=ours,
         theirs=state,
-        missing=weight_names(name for name in result.missing_keys if name not in unfit),
-        unexpected=weight_names(result.unexpected_keys) + beside,
+        missing=[name for name in missing if name not in unfit],
+        unexpected=unexpected + beside,
         unfit=unfit,
         prefix=prefix,
     )
+
+
+def _load(model: nn.Module, tensors: Tensors) -> tuple[Names, Names]:
+    """Load tensors; return the names of weights that are missing, and that are unexpected.
+
+    torch's own hooks may rename what older versions of a network called otherwise.
+    """
+    try:
+        result = model.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check "
+            "whose it is"
+        ) from error
+    return weight_names(result.missing_keys), weight_names(result.unexpected_keys)
 
 
 def _without_wrappers(ours: Tensors, state: Tensors) -> Tensors:

@@ -267,21 +267,33 @@ def _sampled_layers(model: nn.Module, layers: Collection[str] | None) -> list[st
 
 def _on_cpu(model: nn.Module) -> nn.Module:
     """Return a network that computes on the CPU in float32 or float64: this one, or a copy."""
-    tensors = [tensor for _, tensor in _named_tensors(model)]
-    floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.ndim}
-    wide = torch.float32
-    if floating == {torch.float64}:
-        wide = torch.float64
+    wide = _wide_type(model)
     # By accelerate, for mixed precision.
     wrapped = "_original_forward" in vars(model)
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
-    if on_cpu and not wrapped and floating <= {wide}:
+    if not wrapped and _lies_on_cpu(model, wide):
         return model
     model = copy.deepcopy(model)
     if wrapped:
         for name in ("forward", "_original_forward"):
             vars(model).pop(name, None)
     return model.to("cpu", wide)
+
+
+def _wide_type(model: nn.Module) -> torch.dtype:
+    """Return float64 for a network that is all of that, float32 for others."""
+    if _floating_types(model) == {torch.float64}:
+        return torch.float64
+    return torch.float32
+
+
+def _floating_types(model: nn.Module) -> set[torch.dtype]:
+    tensors = [tensor for _, tensor in _named_tensors(model)]
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.ndim}
+
+
+def _lies_on_cpu(model: nn.Module, dtype: torch.dtype) -> bool:
+    on_cpu = all(tensor.device.type == "cpu" for _, tensor in _named_tensors(model))
+    return on_cpu and _floating_types(model) <= {dtype}
 
 
 def _image(shape: tuple[int, ...]) -> Tensor:
