@@ -231,11 +231,7 @@ class Reference:
         tensors = [tensor for answer in self._outputs for tensor in answer]
         self.not_checked = _nothing_to_compare(tensors)
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
-        dtype = next((tensor.dtype for tensor in tensors), torch.float32)
-        rounding = 0.0
-        if dtype.is_floating_point:
-            rounding = 4 * torch.finfo(dtype).eps
-        self.tolerance = max(tolerance, rounding)
+        self.tolerance = max(tolerance, _rounding_of(tensors))
 
     def _add(self, model: nn.Module, call: Call) -> None:
         """Keep what the network answers to a call."""
@@ -401,6 +397,14 @@ def _kept(value: Tensor) -> Tensor:
     if value.is_meta:
         return value.detach()
     return value.detach().cpu().clone()
+
+
+def _rounding_of(outputs: list[Tensor]) -> float:
+    """Return the share of a value that rounding of its type explains."""
+    dtype = next((output.dtype for output in outputs), torch.float32)
+    if dtype.is_floating_point:
+        return 4 * torch.finfo(dtype).eps
+    return 0.0
 
 
 def _is_scores(part: Call, answer: list[Tensor]) -> bool:
