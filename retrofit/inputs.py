@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
-from retrofit.utils.running import hooked, placement_of, undisturbed
+from retrofit.utils.running import forked_random_state, hooked, placement_of, undisturbed
 from retrofit.utils.text import with_class
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -38,14 +38,16 @@ class Call:
 
     def on(self, model: Any) -> Any:
         """Make the call with copies of its tensors, which the network may overwrite; random numbers
-        are seeded.
+        are seeded, and torch's random state is the caller's again afterwards.
         """
         copies = self._mapped(lambda x: x.detach().clone())
         module = model
         if self.stage:
             module = model.get_submodule(self.stage)
-        torch.manual_seed(0)
-        return module(*copies.args, **copies.kwargs)
+        device = next((tensor.device for tensor in copies.tensors), torch.device("cpu"))
+        with forked_random_state(device):
+            torch.manual_seed(0)
+            return module(*copies.args, **copies.kwargs)
 
     @property
     def batch(self) -> int:

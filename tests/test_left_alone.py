@@ -4,10 +4,12 @@ calls.
 
 import collections
 import functools
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -278,3 +280,29 @@ def test_what_code_keeps_of_its_calls_is_left_alone(
         retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(3, 8, 8))
     check(lambda model: None)
     assert type(model(x)) is Tensor
+
+
+class Draws(nn.Module):
+    """Draws from every generator of random numbers that code shares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(1), random.random(), np.random.rand()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_random_states_are_the_callers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), Draws(), nn.ReLU()).eval()
+    retrofit.plan(model, "ln-pn")
+    x = torch.randn(2, 3, 8, 8)
+    looks = (
+        lambda: retrofit.plan(model, "ln-pn"),
+        lambda: retrofit.convert(model, "ln-pn", inputs=x),
+        lambda: retrofit.fold(model, inputs=x),
+        lambda: retrofit.export_onnx(model, tmp_path / "a.onnx", inputs=x),
+    )
+    for look in looks:
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
+        look()
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert (random.getstate(), np.random.get_state()[2]) == states[1:]

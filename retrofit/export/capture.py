@@ -23,7 +23,7 @@ from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.surgery.families import find_norms
 from retrofit.utils.progress import announced_if_slow
-from retrofit.utils.running import copied_for_inference, device_of, silence
+from retrofit.utils.running import copied_for_inference, device_of, random_states_kept, silence
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import cause_of
 
@@ -203,7 +203,8 @@ def _exported(
         RetrofitError: If the network cannot be captured.
     """
     try:
-        with silence(), torch.no_grad(), left_as_it_was(net):
+        states_kept = random_states_kept(device_of(net))
+        with silence(), torch.no_grad(), left_as_it_was(net), states_kept:
             exported = torch.export.export(
                 net, call.args, dict(call.kwargs), dynamic_shapes=shapes, strict=False
             )

@@ -14,6 +14,7 @@ from torch import fx, nn
 from retrofit.graph import kinds
 from retrofit.graph.channel_moves import listed, moved_channels
 from retrofit.graph.trace import BranchingPartsError, Tracer, call_name, reads_of_mode, traced
+from retrofit.utils.running import random_states_kept
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
@@ -316,7 +317,7 @@ class Flows:
         self._snapshot = Snapshot(model, unwritten=tensors)
         self._snapshot.empty_caches()
         try:
-            with reads_of_mode() as self._readers:
+            with random_states_kept(torch.device("cpu")), reads_of_mode() as self._readers:
                 self._trace_all(model)
         finally:
             self._snapshot.restore()

@@ -82,6 +82,10 @@ def content_restorer(container: Any) -> Callable[[], None]:
         unchanged = len(container) == size
         if unchanged and all(map(operator.is_, READERS[kind]([container]), items)):
             return
+        if isinstance(container, list | bytearray):
+            # A bytearray that a view shows cannot be emptied.
+            kind.__setitem__(container, slice(None), items)
+            return
         kind.clear(container)
         if isinstance(container, dict):
             kind.update(container, zip(items[:size], items[size:], strict=True))
@@ -170,6 +174,11 @@ def random_restorer(generator: random.Random) -> Callable[[], Any]:
     return functools.partial(generator.setstate, generator.getstate())
 
 
+def legacy_generator_restorer(generator: np.random.RandomState) -> Callable[[], Any]:
+    """Remember the state of NumPy's generator of old."""
+    return functools.partial(generator.set_state, generator.get_state())
+
+
 def numpy_generator_restorer(generator: np.random.Generator) -> Callable[[], Any]:
     """Remember the state of NumPy's generator."""
     source = generator.bit_generator
@@ -184,6 +193,11 @@ def numpy_generator_restorer(generator: np.random.Generator) -> Callable[[], Any
 def array_restorer(array: Any) -> Callable[[], Any]:
     """Remember the values of an array."""
     return functools.partial(np.copyto, array, array.copy())
+
+
+def numbers_restorer(numbers: Any) -> Callable[[], Any]:
+    """Remember the numbers of an array of Python's, which may have grown."""
+    return functools.partial(numbers.__setitem__, slice(None), numbers[:])
 
 
 def attributes_of(cls: type) -> dict[str, Any]:

@@ -211,8 +211,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     eager: AbstractContextManager[Any] = nullcontext()
     if any(map(_is_compiled, model.modules())):
         eager = torch.compiler.set_stance("force_eager")
-    torch_random = forked_random_state(device_of(model))
-    with evaluating(model), eager, torch_random, other_random_states_kept():
+    with evaluating(model), eager, random_states_kept(device_of(model)):
+        yield
+
+
+@contextmanager
+def random_states_kept(device: torch.device) -> Iterator[None]:
+    """Put the random states of torch, for the CPU and a device, of Python and of NumPy back
+    afterwards.
+    """
+    with forked_random_state(device), other_random_states_kept():
         yield
 
 

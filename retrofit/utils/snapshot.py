@@ -1,9 +1,11 @@
 """Run a network's own code, and leave everything that the code can reach as it was."""
 
+import array
 import dis
 import functools
 import random
 import sys
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,7 +37,7 @@ _FOREIGN = sys.stdlib_module_names | {
     *("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"),
 }
 # Modules of the standard library whose objects are containers.
-_CONTAINERS = ("argparse", "collections", "types", "weakref")
+_CONTAINERS = ("argparse", "collections", "queue", "types", "weakref")
 
 
 @contextmanager
@@ -48,7 +50,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     content; what did not change is not written to. Functions and classes are looked into where they
     are of a package that defines a module of the network. A `functools.cache` gives way to an empty
     one meanwhile. Random generators that the network holds continue where they were; those of
-    Python, NumPy and torch are the caller's.
+    Python, NumPy and torch are the caller's. What Python cannot rewind, an iterator or a file, goes
+    on from where it is.
 
     Args:
         model: The network, on any device.
@@ -128,7 +131,11 @@ class Snapshot:
             (torch.Generator, self._remember_state(restorers.generator_restorer)),
             (random.Random, self._remember_state(restorers.random_restorer)),
             (np.random.Generator, self._remember_state(restorers.numpy_generator_restorer)),
-            (np.ndarray, self._remember_state(restorers.array_restorer)),
+            (np.random.RandomState, self._remember_state(restorers.legacy_generator_restorer)),
+            (np.ndarray, self._remember_array),
+            (array.array, self._remember_state(restorers.numbers_restorer)),
+            (memoryview, lambda view: (view.obj,)),
+            (weakref.ref, lambda reference: (reference(),)),
             (tuple | frozenset, lambda value: value),
             (dict, self._remember_dict),
             (list | set | deque | bytearray, self._remember_container),
@@ -159,6 +166,14 @@ class Snapshot:
         self._undo.append(
             restorers.tensor_restorer(tensor, written=id(tensor) not in self._unwritten)
         )
+        if type(tensor) in (Tensor, nn.Parameter):
+            return [vars(tensor)]
+        return ()
+
+    def _remember_array(self, values: Any) -> Iterable[Any]:
+        self._undo.append(restorers.array_restorer(values))
+        if values.dtype.hasobject:
+            return values.ravel().tolist()
         return ()
 
     def _remember_content(self, container: Any) -> None:
@@ -185,8 +200,7 @@ class Snapshot:
         cls: Any = type(value)
         if _is_opaque(cls):
             return ()
-        if isinstance(value, nn.Module):
-            self._undo.append(restorers.class_restorer(value))
+        self._undo.append(restorers.class_restorer(value))
         held: list[Any] = [cls, getattr(value, "__dict__", None)]
         for slot in _slots_of(cls):
             held += self._remember_slot(value, slot)

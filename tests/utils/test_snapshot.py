@@ -1,13 +1,18 @@
 """What a snapshot puts back, and what it looks at without touching it."""
 
+import array
 import dataclasses
-from collections.abc import Iterator
+import queue
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
-from retrofit.utils.snapshot import Snapshot
+from retrofit.utils.snapshot import Snapshot, left_as_it_was
 
 counter: Any
 
@@ -72,3 +77,43 @@ def test_a_dict_that_computes_what_it_gives_is_left_alone() -> None:
     network = Network()
     Snapshot(network).restore()
     assert network.settings.table.loads == 0
+
+
+class Note:
+    """What somebody notes."""
+
+    text = ""
+
+
+class Other(Note):
+    """What a note may become."""
+
+
+noted = Note()
+
+
+@pytest.mark.parametrize(
+    ("held", "change", "state"),
+    [
+        (np.array([[], 0], object), lambda a: a[0].append(1), lambda a: list(a[0])),
+        (array.array("i", [1]), lambda a: a.append(2), bytes),
+        (memoryview(bytearray(b"ab")), lambda view: view.__setitem__(0, 9), bytes),
+        (weakref.ref(noted), lambda ref: setattr(ref(), "text", "new"), lambda ref: ref().text),
+        (Note(), lambda note: setattr(note, "__class__", Other), type),
+        (torch.zeros(2), lambda x: setattr(x, "note", 1), lambda x: [*vars(x)]),
+        (queue.Queue(), lambda line: line.put(1), queue.Queue.qsize),
+        (np.random.RandomState(0), lambda r: r.rand(), lambda r: r.get_state()[2]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_holds_something_is_put_back(
+    held: Any, change: Callable[[Any], Any], state: Callable[[Any], Any]
+) -> None:
+    network = nn.Identity()
+    network.held = held
+    before = state(held)
+    with left_as_it_was(network):
+        change(held)
+        assert state(held) != before
+    assert network.held is held
+    assert state(held) == before
