@@ -42,6 +42,7 @@ _IMAGES = 256
     ("exact", "poly"),
     default="exact",
 )
+@options.option("--for runtime", "Deprecated: no effect.", options.RUNTIMES, hidden=True)
 @options.option("--degree", "Degree of all polynomials, 2 to 8 (default: as low as possible).", int)
 @options.option(
     "--tolerance",
@@ -73,6 +74,7 @@ def command(
     int8: bool,
     report: Path | None,
     force: bool,
+    runtime: str | None,
     **requested: Any,
 ) -> None:
     """Write a network as ONNX.
@@ -86,6 +88,11 @@ def command(
     from retrofit.compare import ComparisonError
     from retrofit.export.report import check_report
 
+    if runtime is not None:
+        warn(
+            "--for has no effect and will go: approximations are polynomials in every runtime; "
+            "leave it out"
+        )
     if half and int8:
         raise UsageError("--half and --int8 are two precisions; choose one")
     precision: Precision = "float32"

@@ -19,7 +19,7 @@ from retrofit.export.onnx_file import OPSETS, Check, set_metadata, to_onnx, writ
 from retrofit.export.power import Polynomial
 from retrofit.export.precision import narrowed
 from retrofit.export.report import SCHEMA, ExportReport, check_report
-from retrofit.export.request import Fold, Precision, Request
+from retrofit.export.request import Fold, Precision, Request, warn_of_runtime
 from retrofit.inputs import Inputs
 from retrofit.layers.strength import common_strength
 from retrofit.record import Record, record_of
@@ -44,6 +44,7 @@ def export_onnx(
     precision: Precision = "float32",
     report: str | Path | None = None,
     force: bool = False,
+    runtime: str | None = None,
 ) -> ExportReport:
     """Write a network as a folded ONNX file, checked against PyTorch; a file that fails the check
     is not written.
@@ -85,6 +86,7 @@ def export_onnx(
             has passed its check. Both files are complete before either is renamed into place, the
             model first.
         force: Whether to replace existing files.
+        runtime: Deprecated; it has no effect.
 
     Returns:
         The report.
@@ -94,6 +96,7 @@ def export_onnx(
         RetrofitError: If the network cannot be exported, the check fails, or a file cannot be
             written.
     """
+    warn_of_runtime(runtime)
     if opset not in OPSETS:
         raise UsageError(
             f"`opset={opset}` is not supported; use {OPSETS.start} to {OPSETS.stop - 1}"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from retrofit.export.checked_fold import checked_fold
-from retrofit.export.request import Fold, Request
+from retrofit.export.request import Fold, Request, warn_of_runtime
 from retrofit.inputs import Inputs
 
 
@@ -23,6 +23,7 @@ def fold(
     calibrate: Iterable[Any] | None = None,
     freeze_lambda: bool = False,
     dynamic_size: bool = False,
+    runtime: str | None = None,
 ) -> nn.Module:
     """Return a network for inference, with folded normalization layers: the computation that
     `export_onnx` writes.
@@ -44,6 +45,7 @@ def fold(
         RetrofitError: If the network does not accept such inputs, no degree meets the tolerance, or
             the outputs of the folded network differ.
     """
+    warn_of_runtime(runtime)
     request = Request(
         model=model,
         fold=fold,

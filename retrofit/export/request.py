@@ -1,5 +1,6 @@
 """What a user requests to be folded and exported."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -214,6 +215,17 @@ class Request:
 def _in_several_sizes(samples: Tensor) -> list[Tensor]:
     batches = [samples[:1], samples[1:4], *samples[4:].split(32)]
     return [batch for batch in batches if len(batch)]
+
+
+def warn_of_runtime(runtime: str | None) -> None:
+    """Say that `runtime`, which chose what approximates, has no effect any more."""
+    if runtime is not None:
+        warnings.warn(
+            "`runtime` has no effect and will go: approximations are polynomials in every "
+            "runtime; leave it out",
+            DeprecationWarning,
+            stacklevel=3,
+        )
 
 
 def problems_of_tolerance(tolerance: float | None, advice: str) -> Iterator[str]:

@@ -297,6 +297,12 @@ def test_every_exception_becomes_a_line_and_a_code(
     assert debug or len(written) <= 1
 
 
+def test_an_option_that_goes_is_taken_with_a_warning(run: Run) -> None:
+    result = run("export", "absent.safetensors", "--for", "openvino")
+    assert "--for has no effect and will go" in result.stderr
+    assert "absent.safetensors" in complaint(result)
+
+
 def test_recipes_are_listed_shown_and_copied(run: Run) -> None:
     assert re.search(r"^digits +\w", done(run("recipes")).stdout, re.MULTILINE)
     done(run("recipes", "copy", "digits", "mine.yaml"))

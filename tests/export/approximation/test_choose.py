@@ -138,6 +138,15 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     )
 
 
+def test_a_runtime_is_taken_with_a_warning(tmp_path: Any) -> None:
+    with pytest.warns(DeprecationWarning, match="`runtime` has no effect"):
+        retrofit.fold(nn.ReLU(), input_size=(4, 9, 9), runtime="openvino")
+    with pytest.warns(DeprecationWarning, match="`runtime` has no effect"):
+        retrofit.export_onnx(
+            nn.ReLU(), tmp_path / "a.onnx", input_size=(4, 9, 9), runtime="openvino"
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
