@@ -144,11 +144,12 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
         By layer name, in the order of registration, one value for each normalized set: the running
         average, or the estimates on the images.
     """
-    named = model.named_modules()
-    layers = {name: layer for name, layer in named if isinstance(layer, NormalityMixin)}
-    estimates: dict[str, list[Tensor]] = {name: [] for name in layers}
+    estimates: dict[str, list[Tensor]] = {}
     estimating: dict[str, NormalityMixin] = {}
-    for name, layer in layers.items():
+    for name, layer in model.named_modules():
+        if not isinstance(layer, NormalityMixin):
+            continue
+        estimates[name] = []
         running_lambda = getattr(layer, "running_lambda", None)
         if running_lambda is None:
             estimating[name] = layer

@@ -180,23 +180,16 @@ class RunningStatistics(StrengthMixin, _NormBase):
         """
         if statistics is None:
             return
-        size = (
-            statistics.size.to(torch.float32)
-            if isinstance(statistics.size, Tensor)
-            else statistics.size
-        )
-        new = {
-            "mean": statistics.mean,
-            "var": statistics.var * (size / (size - 1)),
-            "lambda": statistics.lmbda,
-        }
-        # the variance unbiased
+        size = statistics.size
+        if isinstance(size, Tensor):
+            size = size.to(torch.float32)
+        unbiased = statistics.var * (size / (size - 1))
+        new = {"mean": statistics.mean, "var": unbiased, "lambda": statistics.lmbda}
         for name, value in new.items():
             running = self._buffers.get(f"running_{name}")
             if running is not None:
-                running.mul_(1 - momentum).add_(
-                    value.reshape(running.shape).to(running.dtype) * momentum
-                )
+                batch = value.reshape(running.shape).to(running.dtype)
+                running.mul_(1 - momentum).add_(batch * momentum)
 
     def _build_source(self, cls: Any) -> nn.Module:
         options = {
@@ -239,23 +232,19 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         # an instance norm that was set to track after it was built
         if self.running_mean is None:
             raise ValueError("running statistics are needed outside training")
-        mean, var, affine, eps = (
-            layer.running_mean,
-            layer.running_var,
-            (self.weight, self.bias),
-            self.plain_eps,
-        )
+        mean = layer.running_mean
+        var = layer.running_var
+        eps = self.plain_eps
+        affine = self.weight, self.bias
         lmbda = 1 + self.effective_alpha * (layer.running_lambda - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
-        if (
-            not followed() and lmbda.is_cpu and bool((lmbda == 1).all())
-        ):  # torch's own layer, bit for bit
+        if not followed() and lmbda.is_cpu and bool((lmbda == 1).all()):
+            # torch's own layer, bit for bit
             return functional.batch_norm(x, *of_one_type(x, mean, var, *affine), eps=eps)
         shape = (1, -1, *(1,) * (x.ndim - 2))
+        statistics = mean.view(shape), var.view(shape), lmbda.view(shape)
         gamma, beta = (None if p is None else p.view(shape) for p in affine)
-        return apply_statistics(
-            x, mean.view(shape), var.view(shape), lmbda.view(shape), gamma, beta, eps
-        )
+        return apply_statistics(x, *statistics, gamma, beta, eps)
 
 
 class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):

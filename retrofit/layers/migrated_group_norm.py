@@ -139,9 +139,8 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
             values.double().flatten() for values in (self.weight, self.bias, weight, bias)
         )
         off = gamma == 0
-        rstd = torch.rsqrt(self.running_var.double() + self.eps) * torch.where(
-            off, 1.0, weight / gamma
-        )
+        rstd = torch.rsqrt(self.running_var.double() + self.eps)
+        rstd = rstd * torch.where(off, 1.0, weight / gamma)
         shift = torch.where(off, 0.0, (bias - beta) / (gamma * rstd))
         self.running_mean.copy_(self.running_mean.double() - shift)
         self.running_var.copy_(rstd.square().reciprocal())
@@ -175,19 +174,27 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
             raise no_plain_layer(
                 f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)"
             )
-        weight = self.weight
-        like, trained = (self.gain, False) if weight is None else (weight, weight.requires_grad)
         new = self._group_norm()
-        new.weight = nn.Parameter(self._group_weight().to(like.dtype), requires_grad=trained)
+        weight = self.weight
+        if weight is None:
+            gamma = self._group_weight().to(self.gain.dtype)
+            new.weight = nn.Parameter(gamma, requires_grad=False)
+        else:
+            gamma = self._group_weight().to(weight.dtype)
+            new.weight = nn.Parameter(gamma, requires_grad=weight.requires_grad)
         new.register_parameter("bias", self.bias)
-        return self.input_affine(), named_sequence(OrderedDict(norm=new), self) if type(
-            new
-        ) is nn.GroupNorm else new
+        if type(new) is nn.GroupNorm:
+            new = named_sequence(OrderedDict(norm=new), self)
+        return self.input_affine(), new
+
+    def _has_values(self, *tensors: Tensor | None) -> bool:
+        """Whether tensors hold a number for each channel, as far as there are any."""
+        present = [tensor for tensor in tensors if tensor is not None]
+        return all(each.shape == self.gain.shape and not each.is_meta for each in present)
 
     def _group_norm(self) -> Any:
-        return nn.GroupNorm(
-            self.num_groups, self.num_channels, float(self.group_eps), device="meta"
-        )
+        eps = float(self.group_eps)
+        return nn.GroupNorm(self.num_groups, self.num_channels, eps, device="meta")
 
     def extra_repr(self) -> str:
         tensors = [shown(name, getattr(self, name)) for name in ("eps", "group_eps", "strength")]
@@ -198,22 +205,18 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         """Accept the source's checkpoint: with no `gain` in it, gain and group_eps are settled by
         what it holds.
         """
-        weight, var = (
-            state_dict.get(prefix + name, getattr(self, name)) for name in ("weight", "running_var")
-        )
-        defaults = {
-            name: getattr(self, name).detach().clone() for name in ("gain", "eps", "group_eps")
-        }
-        fits = all(
-            t is None or (t.shape == self.gain.shape and not t.is_meta)
-            for t in (weight, var, self.gain)
-        )
-        if prefix + "gain" not in state_dict and fits:
-            gain = group_gain(weight, self.num_groups)
-            defaults["gain"] = torch.ones_like(self.gain) if gain is None else gain
-            defaults["group_eps"].fill_(settled_eps(weight, var, float(self.eps), self.num_groups))
-        for name, value in defaults.items():
-            state_dict.setdefault(prefix + name, value)
+        weight = state_dict.get(prefix + "weight", self.weight)
+        var = state_dict.get(prefix + "running_var", self.running_var)
+        gain = self.gain.detach().clone()
+        eps = self.eps.detach().clone()
+        group_eps = self.group_eps.detach().clone()
+        if prefix + "gain" not in state_dict and self._has_values(weight, var, gain):
+            settled = group_gain(weight, self.num_groups)
+            gain = torch.ones_like(gain) if settled is None else settled
+            group_eps.fill_(settled_eps(weight, var, float(self.eps), self.num_groups))
+        state_dict.setdefault(prefix + "gain", gain)
+        state_dict.setdefault(prefix + "eps", eps)
+        state_dict.setdefault(prefix + "group_eps", group_eps)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -245,9 +248,9 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
         return act.proxied(x, None, migration.plan, migration, kind, maps)
 
     def _group_norm(self) -> Any:
-        if any(
-            True for _ in self.act.buffers()
-        ):  # constants, which are better not inside a layer that is trained
+        has_constants = any(True for _ in self.act.buffers())
+        if has_constants:
+            # Which are better not inside a layer that is trained
             return super()._group_norm()
         from timm.layers import GroupNormAct
 

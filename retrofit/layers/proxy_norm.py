@@ -227,15 +227,16 @@ class ProxyNorm(StrengthMixin):
         """
         if not isinstance(self.activation, nn.Module):
             return self.activation(proxy)
-        own = itertools.chain(self.activation.named_parameters(), self.activation.named_buffers())
-        cast = {
-            n: t.to(proxy.dtype) for n, t in own if t.is_floating_point() and t.dtype != proxy.dtype
-        }
-        return (
-            torch.func.functional_call(self.activation, cast, (proxy,))
-            if cast
-            else self.activation(proxy)
-        )
+        dtype = proxy.dtype
+        cast = {}
+        for name, tensor in itertools.chain(
+            self.activation.named_parameters(), self.activation.named_buffers()
+        ):
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                cast[name] = tensor.to(dtype)
+        if not cast:
+            return self.activation(proxy)
+        return torch.func.functional_call(self.activation, cast, (proxy,))
 
     def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Return (scale, shift), each (C,): at its current strength, the layer computes phi * scale
@@ -244,16 +245,11 @@ class ProxyNorm(StrengthMixin):
         mean, std = self.moments(dtype)
         scale = torch.ones_like(mean)
         if self.scale:
-            scale = (
-                std.reciprocal()
-                if self.restore_scale is None
-                else self.restore_scale.to(dtype) / std
-            )
-        shift = (
-            -scale * mean
-            if self.restore_shift is None
-            else self.restore_shift.to(dtype) - scale * mean
-        )
+            restored = scale if self.restore_scale is None else self.restore_scale.to(dtype)
+            scale = restored / std
+        shift = -scale * mean
+        if self.restore_shift is not None:
+            shift = self.restore_shift.to(dtype) + shift
         t = self.strength.to(dtype)
         return torch.lerp(torch.ones_like(scale), scale, t), t * shift
 
@@ -388,11 +384,13 @@ class ProxyNorm(StrengthMixin):
             f"{self.num_features}, eps={self.eps}",
             f"params={self.proxy_bias is not None}",
             f"scale={self.scale}",
+            f"restore={self.restore_shift is not None}",
+            f"channel_dim={self.channel_dim}",
+            shown("strength", self.strength),
         ]
-        parts += [f"restore={self.restore_shift is not None}", f"channel_dim={self.channel_dim}"]
         if not isinstance(self.activation, nn.Module):
             parts.insert(0, getattr(self.activation, "__name__", repr(self.activation)))
-        return ", ".join(filter(None, [*parts, shown("strength", self.strength)]))
+        return ", ".join(filter(None, parts))
 
 
 def _check_settings(num_features: int, samples: int, eps: float, channel_dim: int) -> None:
