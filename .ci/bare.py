@@ -31,6 +31,7 @@ def without_extras() -> None:
     expected = source(images)
     model, _ = retrofit.convert(source, to="ln")
     retrofit.save(model, "ln.safetensors")
+    assert "# resnet18" in retrofit.save_for_hub(model, "hub").joinpath("README.md").read_text()
     model = retrofit.load("ln.safetensors").eval()
     torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-4)
     retrofit.set_strength(model, 0.5)
