@@ -132,6 +132,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
             2,
             "--batch-size': 0 is not in the range.*; see main evaluate --help$",
         ),
+        ("bench test_resnet --rounds 1000000000", 2, "is not in the range 3<=x<=10000"),
         (
             "evaluate resnet18 --attack pgd --eps 4/0",
             2,
