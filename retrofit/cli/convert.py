@@ -48,8 +48,8 @@ _HELP = (__doc__ or "").replace("{targets}", listed_targets())
 _ADVICE = (
     "fine-tuning in small batches, private or federated training: --to frozen (or bn.eval() in "
     "your loop)",
-    "half of the network new and batches of 2: --to ln; from scratch without batch statistics: "
-    "--to gn",
+    "half of the network new and batches of 2: compare --to ln and --to frozen; from scratch "
+    "without batch statistics: --to gn",
     "large batches: keep BatchNorm; research on normality: --to bnn, lnn, gnn, inn or normal",
 )
 """Which target for which situation."""
