@@ -23,12 +23,13 @@ ABSENT = object()
 
 
 def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
-    """Remember a tensor: its class, where its values lie, and, if they may be written to, the
-    values, on the CPU.
+    """Remember a tensor: its class, its gradient, where its values lie, and, if they may be
+    written to, the values, on the CPU.
     """
     cls = type(tensor)
     put_class_back = class_restorer(tensor)
     trained = tensor.requires_grad
+    gradient = tensor.grad if tensor.is_leaf else None
     memory = tensor.data
     # What another library makes of a tensor, a shard or a quantized one, is its own to keep.
     ordinary = cls in (Tensor, nn.Parameter) and memory.layout == torch.strided
@@ -41,6 +42,8 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
             tensor.data = memory
         if tensor.requires_grad != trained:
             tensor.requires_grad_(trained)
+        if tensor.is_leaf and tensor.grad is not gradient:
+            tensor.grad = gradient
         if values is not None and not torch.equal(memory.to("cpu"), values):
             with torch.inference_mode(memory.is_inference()):
                 memory.copy_(values)

@@ -37,7 +37,7 @@ _FOREIGN = sys.stdlib_module_names | {
     *("accelerate", "lightning", "lightning_fabric", "pytorch_lightning"),
 }
 # Modules of the standard library whose objects are containers.
-_CONTAINERS = ("argparse", "collections", "queue", "types", "weakref")
+_CONTAINERS = ("argparse", "collections", "queue", "types", "weakref", "_weakrefset")
 
 
 @contextmanager

@@ -101,6 +101,8 @@ noted = Note()
         (weakref.ref(noted), lambda ref: setattr(ref(), "text", "new"), lambda ref: ref().text),
         (Note(), lambda note: setattr(note, "__class__", Other), type),
         (torch.zeros(2), lambda x: setattr(x, "note", 1), lambda x: [*vars(x)]),
+        (weakref.WeakSet(), lambda notes: notes.add(noted), len),
+        (torch.zeros(2), lambda x: setattr(x, "grad", torch.ones(2)), lambda x: x.grad is None),
         (queue.Queue(), lambda line: line.put(1), queue.Queue.qsize),
         (np.random.RandomState(0), lambda r: r.rand(), lambda r: r.get_state()[2]),
     ],
