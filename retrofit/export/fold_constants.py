@@ -173,8 +173,7 @@ def merge_adjacent_maps(graph: FoldingGraph) -> None:
         before = graph.affine_map(previous)
         if before is not None and before.dim == affine.dim and users_of(previous) == [node]:
             graph.set_module(node, before.then(affine))
-            node.args = previous.args
-            graph.erase(previous)
+            graph.replace(previous, previous.args[0])
 
 
 def fold_into_producers(graph: FoldingGraph) -> None:

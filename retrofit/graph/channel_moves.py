@@ -7,6 +7,9 @@ from torch import fx
 
 from retrofit.graph.trace import call_name
 
+# Steps after which a value may have another rank.
+RESHAPINGS = {"flatten", "unsqueeze", "view", "reshape"}
+
 
 def listed(value: Any) -> Sequence[Any]:
     """What is given as a number, or as one for each dimension."""
@@ -47,7 +50,7 @@ def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
         return int(second)
     if dim == second and both_ways:
         return int(first)
-    # One counted from the front and one from the end may be the same.
+    # The rank is unknown: 3 and -1 may be one dimension. Counted from the same end, they differ.
     signs = {each < 0 for each in (first, second, dim)}
     if both_ways and len(signs) == 1:
         return dim

@@ -12,19 +12,22 @@ import torch
 from torch import fx, nn
 
 from retrofit.graph import kinds
-from retrofit.graph.channel_moves import listed, moved_channels
+from retrofit.graph.channel_moves import RESHAPINGS, listed, moved_channels
 from retrofit.graph.trace import BranchingPartsError, Tracer, call_name, reads_of_mode, traced
 from retrofit.utils.running import random_states_kept
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
-# Names of the functions and methods, by the kind of step that they are.
+# Names of the functions and methods, by the kind of step that they are. Other kinds are norm,
+# activation, linear, convolution, module, call, input and output; a constant is also a sum or a
+# product with constants.
 _CALLS = {
     "metadata": " ".join(kinds.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
+    # All that `moved_channels` knows is among these.
     "shape": "view reshape reshape_as view_as flatten unflatten permute transpose movedim "
-    "squeeze unsqueeze",
+    "swapaxes swapdims squeeze unsqueeze",
     "concatenation": "cat concat concatenate stack",
     "spread": "getitem chunk split unbind expand expand_as sum softmax interpolate",
     "addition": "add iadd add_ sub isub sub_",
@@ -118,22 +121,30 @@ class Flow:
             after += self.after(user) if self.steps[user] == "same" else [user]
         return after
 
-    def channels_after(self, node: fx.Node, dim: int = 1) -> Iterator[tuple[fx.Node, int]]:
+    def channels_after(
+        self, node: fx.Node, dim: int = 1, is_of_its_rank: bool = True
+    ) -> Iterator[tuple[fx.Node, int]]:
         """The consumers of `node`, past dropouts, identities and steps that move whole channels.
 
         Args:
             node: A node whose value has its channels in dimension `dim`.
             dim: The dimension, from the front or from the end.
+            is_of_its_rank: Whether the value has the rank of the first node's. Of another rank, only
+                the second and the last dimension are told.
 
         Yields:
             Each consumer, and the dimension of the channels of what it takes.
         """
         for user in self.consumers(node):
-            moved = dim if self.steps[user] == "same" else moved_channels(user, dim)
-            if moved is None:
+            moved: int | None = dim
+            keeps_rank = is_of_its_rank
+            if self.steps[user] != "same":
+                moved = moved_channels(user, dim)
+                keeps_rank = is_of_its_rank and call_name(user) not in RESHAPINGS
+            if moved is None or not (keeps_rank or moved in (1, -1)):
                 yield user, dim
             else:
-                yield from self.channels_after(user, moved)
+                yield from self.channels_after(user, moved, keeps_rank)
 
     def norm_before(self, node: fx.Node) -> fx.Node | None:
         """The call of a norm whose whole channels an activation takes."""

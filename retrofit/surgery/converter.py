@@ -69,6 +69,10 @@ class Converter(ABC):
         """
         raise NotImplementedError
 
+    def keeps(self, layer: NormLayer) -> bool:
+        """Whether a layer that counts as converted stays, and only what follows it changes."""
+        return False
+
     @abstractmethod
     def build(self, module: nn.Module, row: LayerRow, device: torch.device) -> nn.Module:
         """Return the counterpart of `module`, holding its tensors (moved, not copied), as `row`

@@ -110,8 +110,7 @@ def execute(
     params_before = _count_parameters(model)
     places = _sites_by_place(plan, sites)
     layers = {norm.name: norm for norm in norms}
-    # A GroupNorm that stays counts as converted for its activation alone.
-    rows = [row for row in plan.converted if row.target != row.source]
+    rows = [row for row in plan.converted if not converter.keeps(layers[row.name])]
     built = _build(converter, rows, layers, device)
     for row in rows:
         new = built[layers[row.name].module]

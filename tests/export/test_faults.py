@@ -323,3 +323,22 @@ def test_a_network_in_quantization_aware_training_is_refused_in_its_words() -> N
     model(torch.randn(8, 3, 12, 12))
     with pytest.raises(RetrofitError, match=r"quantizes its values.*fold it before `prepare_qat`"):
         retrofit.fold(model.eval(), input_size=(3, 12, 12))
+
+
+class ScaledInFloat32(nn.Module):
+    """A norm behind an activation, whose output is cast and then scaled by a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("scale", torch.rand(4, 1, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(torch.relu(self.conv(x))).float() * self.scale)
+
+
+def test_maps_merge_past_a_cast_that_torch_export_asserts() -> None:
+    model, _ = retrofit.convert(ScaledInFloat32().eval(), "frozen", input_size=(3, 8, 8))
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(retrofit.fold(model)(x), model(x))

@@ -283,6 +283,10 @@ class ChannelsLast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.moves == "permute":
             return self.norm(x.permute(0, 2, 1)).permute(0, 2, 1)
+        if self.moves == "swapaxes":
+            return self.norm(x.swapaxes(1, 2)).swapaxes(1, 2)
+        if self.moves == "between":
+            return self.norm(x.transpose(1, 2)).unsqueeze(2).transpose(1, 2)
         if self.moves == "reshape":
             return self._over_time(x)
         return self.norm(x.transpose(-1, 1)).transpose(1, -1)

@@ -19,6 +19,9 @@ from retrofit.errors import RetrofitError
 from retrofit.surgery.families import classify
 
 
+X = torch.randn(2, 3, 5, 5)
+
+
 class FrozenBatchNorm2d(nn.Module):  # as in DETR: buffers, and an eps that no attribute names
     eps_inside = 1e-5
 
@@ -219,6 +222,12 @@ class ByOptions(nn.LayerNorm):
 def test_layers_of_a_class_whose_dictionaries_differ_are_proved_one_by_one() -> None:
     norms: list[Any] = [classify("", ByOptions({"doubled": value})) for value in (False, True)]
     assert [norm.status for norm in norms] == ["known", "unsupported"]
+
+
+def test_a_foreign_class_with_the_name_of_our_layer_is_converted() -> None:
+    namesake = type("FrozenBatchNorm", (FrozenBatchNorm2d,), {})
+    model, _ = retrofit.convert(nn.Sequential(nn.Conv2d(3, 4, 1), namesake(4)), "frozen", inputs=X)
+    assert type(model[1]) is retrofit.layers.FrozenBatchNorm
 
 
 def test_what_was_compared_with_nothing_is_not_called_another_function() -> None:

@@ -105,6 +105,9 @@ class BatchIndependentConverter(Converter):
                     "leave it out"
                 )
 
+    def keeps(self, layer: NormLayer) -> bool:
+        return layer.family == "gn"
+
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
         fused = row.target == MigratedGroupNormAct.__name__
         cls = MigratedGroupNormAct if fused else MigratedGroupNorm

@@ -258,7 +258,7 @@ def test_a_method_of_inputs_alone_is_traced_with_one() -> None:
     assert [row.status for row in plan(model, "ln-pn").edits] == ["converted"]
 
 
-@pytest.mark.parametrize("moves", ["transpose", "permute"])
+@pytest.mark.parametrize("moves", ["transpose", "permute", "swapaxes"])
 def test_an_activation_behind_moved_channels_is_of_its_norm(moves: str) -> None:
     torch.manual_seed(0)
     norm = ChannelsLast(6, moves)
@@ -272,6 +272,14 @@ def test_an_activation_behind_moved_channels_is_of_its_norm(moves: str) -> None:
         retrofit.set_strength(model, 1.0)
     assert isinstance(moved[1], ProxyNorm)
     torch.testing.assert_close(moved(x), straight(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_channels_that_move_where_the_rank_is_another_are_not_told_apart() -> None:
+    norm = ChannelsLast(6, "between")  # to (N, 1, C, L), whose last dimension is no channel's
+    with pytest.raises(
+        RetrofitError, match=r"behind BatchNorm1d 0.norm, past transpose\(\), which"
+    ):
+        plan(nn.Sequential(norm, nn.ReLU()), "gn-pn")
 
 
 def test_a_reshaping_that_may_mix_channels_is_named() -> None:
