@@ -12,7 +12,7 @@ from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.choose import choose
 from retrofit.export.capture import Program, capture
-from retrofit.export.fold_constants import fold as fold_program
+from retrofit.export.fold_constants import fold_program
 from retrofit.export.graph_nodes import layer_of
 from retrofit.export.power import Fit
 from retrofit.export.report import FoldedLayer

@@ -27,7 +27,7 @@ _PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
 _COMMUTATIVE = {ATEN.add.Tensor, ATEN.mul.Tensor}
 
 
-def fold(program: Program, fits: Mapping[Node, Fit]) -> None:
+def fold_program(program: Program, fits: Mapping[Node, Fit]) -> None:
     """Fold a captured program's constants in place, power transforms by `fits`; its `layers` say
     what each became.
     """
@@ -183,14 +183,15 @@ def fold_into_producers(graph: FoldingGraph) -> None:
         layer = graph.linear(producer)
         if layer is None or users_of(producer) != [node]:
             continue
-        if _fits(producer, affine, layer.weight.shape[:2]):
+        groups, outputs = layer.weight.shape[:2]
+        if _fits(producer, affine, groups * outputs):
             graph.set_linear(producer, layer.then(affine.scale, affine.shift))
             graph.replace(node, producer)
 
 
 def merge_whitenings(graph: FoldingGraph) -> None:
-    """Merge a convolution of size 1, of as many channels a group as it takes, into the layer before
-    it.
+    """Merge a whitening into the layer before it: a convolution of kernel size 1 that gives as many
+    channels in each group as it takes.
     """
     layers = [node for node in graph.graph.nodes if node.target in LINEAR]
     for node in layers:
@@ -237,13 +238,14 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
         layer = graph.linear(consumer)
         if layer is None:
             continue
-        inputs = layer.weight.shape[:3:2]
-        if not _fits(consumer, affine, inputs):
+        groups, _, inputs = layer.weight.shape[:3]
+        if not _fits(consumer, affine, groups * inputs):
             continue
         if not layer.pads_zeros or not affine.shift.any():
             graph.set_linear(consumer, layer.after(affine.scale, affine.shift))
             graph.replace(node, node.args[0])
-        # A batch normalization costs a runtime no more than the shift that would be left
+        # scale * x + shift = scale * (x + shift / scale). A batch normalization stays whole: the shift
+        # alone would cost as much.
         elif not affine.is_norm and bool((affine.scale > 0).all()):
             ones = torch.ones_like(affine.scale)
             shift = affine.shift / affine.scale
@@ -318,6 +320,6 @@ def _channel_dim(node: Node) -> int:
     return 1
 
 
-def _fits(node: Node, affine: AffineMap, channels: torch.Size) -> bool:
+def _fits(node: Node, affine: AffineMap, channels: int) -> bool:
     """Return whether a map is of the channels that a layer puts out, or takes."""
-    return _channel_dim(node) == affine.dim and channels.numel() == len(affine.scale)
+    return _channel_dim(node) == affine.dim and channels == len(affine.scale)

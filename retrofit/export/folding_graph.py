@@ -25,6 +25,7 @@ _CONVOLUTIONS = {
     for convolution in (ATEN.conv1d, ATEN.conv2d, ATEN.conv3d)
     for kind in (convolution.default, convolution.padding)
 }
+# Linear in the mathematical sense: linear layers and convolutions.
 LINEAR = {ATEN.linear.default, *_TRANSPOSED, *_CONVOLUTIONS}
 
 

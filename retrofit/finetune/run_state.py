@@ -25,6 +25,8 @@ from retrofit.utils.files import (
 )
 from retrofit.utils.text import one_line
 
+# Raised when what a state holds changes, as a new setting of recipes does: `Run.restore` looks up
+# each.
 SCHEMA = 3
 RECIPE = "recipe.yaml"
 STATE = "state"

@@ -178,7 +178,7 @@ class _Search(Flows):
         """The calls of a norm's activation behind it; of the norm, if it has none or holds it."""
         if activation is None or activation.place is None:
             return self.norms[norm]
-        return [step for step in self.acts[activation.place] if _norm_before(*step) == norm]
+        return [step for step in self.acts[activation.place] if _norm_place_before(*step) == norm]
 
     def _following(self, norm: Place) -> tuple[Activation | None, str]:
         """The activation that directly follows a norm on every call, or why there is none."""
@@ -189,7 +189,7 @@ class _Search(Flows):
         if place is None:
             return None, reason
         selector = None
-        if any(_norm_before(*step) != norm for step in self.acts[place]):
+        if any(_norm_place_before(*step) != norm for step in self.acts[place]):
             selector = self._selector(norm, place)
             if selector is None:
                 return None, "the call of its activation follows other layers too"
@@ -335,7 +335,7 @@ class _Search(Flows):
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
         nearest = flow.before(node)
         source = flow.before(node, ("same", "shape"))
-        norm = _norm_before(flow, node)
+        norm = _norm_place_before(flow, node)
         if flow.in_squeeze_excite(node):
             return "inside a squeeze-excite"
         if nearest is None or source is None:
@@ -380,7 +380,7 @@ class _Search(Flows):
         return ""
 
 
-def _norm_before(flow: Flow, node: fx.Node) -> Place | None:
+def _norm_place_before(flow: Flow, node: fx.Node) -> Place | None:
     """The place of the norm whose output an activation takes."""
     norm = flow.norm_before(node)
     if norm is None:
@@ -395,7 +395,10 @@ def _call_in(code: CodeType | None, flow: Flow, norm: fx.Node) -> Place | None:
 
 
 def _first_or_last(dim: int, norm: nn.Module) -> int | None:
-    """The dimension of the channels as 1 or -1; None if they lie between others."""
+    """The dimension of the channels as 1 or -1; None if they lie between others.
+
+    `dim` counts in what the activation takes, whose rank is that of what the norm takes.
+    """
     if dim in (1, -1):
         return dim
     ranks = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}

@@ -329,7 +329,7 @@ class EstimatedTransform(nn.Module):
         signed = sign * log
         tiny = torch.finfo(h.dtype).tiny
         v = v.clamp_min(tiny)
-        low, high = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
+        least, most = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
         # An eighth of a, (1 + a) * l and d
         share = a * _SHARE
         grown = (share + _SHARE) * log
@@ -342,7 +342,7 @@ class EstimatedTransform(nn.Module):
         bend = (m45 - m3 * m3) / v - 2.0 * ratio * ratio
         curvature = bend.clamp_min(MIN_CURVATURE * _SHARE**2)
         step = (mean(signed) * _SHARE**2 - ratio * _SHARE) / curvature
-        kappa = self.effective_alpha * torch.minimum(torch.maximum(step, low), high)
+        kappa = self.effective_alpha * torch.minimum(torch.maximum(step, least), most)
         p = sign * kappa + 1.0
         return relative_growth(p * log) * signed
 

@@ -243,10 +243,8 @@ class _InstanceNormalNorm(RunningNormality):
             self._update(over_batch, 0.0 if self.momentum is None else self.momentum)
         return out
 
-    def channel_map(
-        self,
-        # by running statistics if set to, as torch's, not if it has them
-    ) -> ChannelMap | None:
+    def channel_map(self) -> ChannelMap | None:
+        # As in torch's layer, the flag decides, even where there are running statistics.
         return super().channel_map() if self.track_running_stats else None
 
     def _sets(self) -> forms.Sets:

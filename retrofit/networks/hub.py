@@ -149,6 +149,7 @@ def _model_card(
     tags = ["retrofit", *([to] if to else []), library]
     environment = Environment(
         loader=PackageLoader("retrofit", "networks"),
+        # The newline behind `%}` is dropped: a line that ends in a tag needs an empty one after it.
         trim_blocks=True,
         finalize=lambda value: printable(value, 500),
     )

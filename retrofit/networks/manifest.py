@@ -38,7 +38,7 @@ class Manifest:
         labels: Names of its outputs, if they are known.
         weights: Where its source's weights came from.
         versions: Of the libraries that wrote the file.
-        training: By layer, what only training depends on.
+        training: By layer, momentum and noise; nothing of the run that trained it.
         checksum: Of the tensors.
         outputs: What the network answered when it was saved.
         sealed: Whether a checksum covers the manifest itself.

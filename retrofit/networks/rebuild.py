@@ -32,7 +32,8 @@ from retrofit.surgery import Plan, plans_of, replay
 from retrofit.utils.running import hooked
 from retrofit.utils.text import printable
 
-# A detector's head has one for the classes and one for their boxes
+# The most differing sizes that are tried as a number of classes: a classifier has one, a detector's head
+# two, for classes and for their boxes
 _SIZES = 4
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a
 # layer works out when it is called first.

@@ -26,11 +26,11 @@ def build(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource
     weights = None
     if name is not None:
         weights = get_model_weights(source.name)[name]
-    structure_only = weights is not None and not pretrained
+    trained_backbone = False
     if "weights_backbone" in signature(get_model_builder(source.name)).parameters:
         trained_backbone = kwargs.pop("trained_backbone", False)
         kwargs["weights_backbone"] = "DEFAULT" if trained_backbone else None
-        structure_only = not pretrained and (structure_only or trained_backbone)
+    structure_only = not pretrained and (weights is not None or trained_backbone)
     with ExitStack() as stack:
         if structure_only:
             stack.enter_context(_nothing_loaded(weights, kwargs.get("num_classes")))

@@ -96,7 +96,7 @@ def convert(
         {**options, "calibrate": images},
     )
     conversion = _Conversion(model, converter, request)
-    conversion.run_source(inputs, input_size, images, check)
+    conversion.run_source(inputs, input_size, images, whole=check)
     conversion.execute(check, strength)
     size = _size_of_samples(inputs, input_size)
     if size:

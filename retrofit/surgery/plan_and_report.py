@@ -17,7 +17,8 @@ Status = Literal["converted", "kept", "unsupported", "left"]
 
 # How many reasons a sentence lists.
 _REASONS = 3
-# What of a plan's options says which layers are meant.
+# The keys of `_Rules.record` in planning.py, which say which layers are meant; a plan's other options
+# are the target's.
 _SELECTION = ("only", "skip", "source")
 _FATES = {
     "kept": "(kept)",
@@ -38,7 +39,7 @@ class LayerRow:
     source: str
     # Class name of the layer that replaces it; None unless `status` is "converted".
     target: str | None
-    # "converted", "kept" (by a rule) or "unsupported".
+    # "converted", "kept" (by a rule, or as it is what it should be already) or "unsupported".
     status: Status
     # In words for the user; empty for a plain conversion.
     reason: str = ""

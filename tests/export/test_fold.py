@@ -18,7 +18,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from retrofit import layers
 from retrofit.export.capture import Program, capture
-from retrofit.export.fold_constants import fold
+from retrofit.export.fold_constants import fold_program
 from retrofit.inputs import Call
 from retrofit.layers import (
     BatchNormalNormAct2d,
@@ -41,7 +41,7 @@ class Side(nn.ModuleList):
 def folded(model: nn.Module, x: Tensor) -> Program:
     program = capture(model.eval(), Call((x,)))
     assert not program.note
-    fold(program, {})
+    fold_program(program, {})
     return program
 
 

@@ -18,7 +18,6 @@ from retrofit import surgery
 from retrofit.errors import RetrofitError
 from retrofit.surgery.families import classify
 
-
 X = torch.randn(2, 3, 5, 5)
 
 

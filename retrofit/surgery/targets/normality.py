@@ -78,6 +78,7 @@ def gaussianization(options: ConversionOptions) -> dict[str, Any]:
     return {name: value for name, value in settled.items() if value is not None}
 
 
+# One object a target: `converter_for` gives each the families of its target.
 BNN = NormalityConverter()
 LNN = NormalityConverter()
 GNN = NormalityConverter()

@@ -21,7 +21,7 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import Candidate, allocations, answers, choose
 from retrofit.export.capture import capture
-from retrofit.export.fold_constants import fold
+from retrofit.export.fold_constants import fold_program
 from retrofit.export.graph_nodes import layer_of
 from retrofit.export.power import Fit
 from retrofit.inputs import Call
@@ -41,7 +41,7 @@ class Folded:  # a network folded with approximations
         fits = choose(self.model, how.get("degree"), how.get("tolerance", 0.05), calls, calls)
         self.judged = [answers(self.model, call, fits) for call in calls]
         self.fits = {layer_of(node): fit for node, fit in fits.items()}
-        fold(program, fits)
+        fold_program(program, fits)
         self.degrees = [
             self.fits[name].degree if name in self.fits else 9 for name in self.layers
         ]  # 9: exact
