@@ -280,11 +280,7 @@ def _step(
         raise RetrofitError(
             f"{name} gives no class scores to train on; measure it with `modes=('eval',)`"
         )
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=1e-4,
-        momentum=0.9,
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     return partial(_train, run, pixels, setting, optimizer)
 
 

@@ -366,11 +366,7 @@ class Reference:
                 where=name,
             )
         results = (self._result([(a, b)], name) for (_, a), (_, b) in zip(ours, kept, strict=False))
-        return max(
-            results,
-            key=_BY_SHARE,
-            default=Comparison(tolerance=self.tolerance, where=name),
-        )
+        return max(results, key=_BY_SHARE, default=Comparison(tolerance=self.tolerance, where=name))
 
     def _result(
         self, pairs: list[tuple[Tensor, Tensor]], where: str = "", zero: float = 0.0

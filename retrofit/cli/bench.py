@@ -103,11 +103,7 @@ def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]
     modes = MODES
     if arguments["mode"] != "both":
         modes = (arguments["mode"],)
-    setting = Setting(
-        **taken(dict(arguments), Setting),
-        device=device,
-        amp=amp,
-    )
+    setting = Setting(**taken(dict(arguments), Setting), device=device, amp=amp)
     measured = {name: (network.model, sizes[name]) for name, network in networks.items()}
     with progress_bar("measuring") as move:
         costs = measure(measured, setting, modes, move)

@@ -112,11 +112,7 @@ def stderr() -> Console:
 
 def say(text: str, style: str | None = None) -> None:
     """Write one line to stderr, never broken into several."""
-    stderr().print(
-        printable(in_flags(text)),
-        style=style,
-        soft_wrap=True,
-    )
+    stderr().print(printable(in_flags(text)), style=style, soft_wrap=True)
 
 
 def warn(text: str) -> None:

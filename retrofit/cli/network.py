@@ -56,11 +56,7 @@ def introduce(network: Network) -> None:
 def open_data(network: Network | ExportedFile, arguments: dict[str, Any]) -> ImageData:
     """Open images for a network, and print any notes about them."""
     named = {name: arguments.pop(name) for name in ("data_dir", "dataset", "split", "class_map")}
-    data = open_images(
-        **named,
-        labels=network.labels,
-        channels=network.preprocess.input_size[0],
-    )
+    data = open_images(**named, labels=network.labels, channels=network.preprocess.input_size[0])
     for note in data.notes:
         say(f"note: {note}")
     return data

@@ -34,11 +34,7 @@ def show(name: str) -> None:
 
 @command.command("copy")
 @click.argument("name", metavar="NAME")
-@click.argument(
-    "file",
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-)
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @options.force
 def copy(name: str, file: Path, force: bool) -> None:
     """Write a recipe to FILE."""

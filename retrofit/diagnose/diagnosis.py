@@ -361,11 +361,7 @@ class _Observer:
 
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
         """Plot channels of what the layer passes on, and of what its transform gets."""
-        drawn = torch.randperm(
-            y.shape[1],
-            generator=self._generator,
-            device="cpu",
-        )
+        drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
         channels = drawn[: self._channels].sort().values
         state = self._generator.get_state()
         values = meters.sample(

@@ -353,11 +353,7 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
         levels = [entry.level for entry in diagnosis.input_noise]
         shares = [getattr(entry, attribute) for entry in diagnosis.input_noise]
         axes.plot(levels, shares, "o-", color=colour, label=name)
-    axes.set(
-        xlabel="standard deviation of the noise",
-        ylabel=ylabel,
-        ylim=(0, 102),
-    )
+    axes.set(xlabel="standard deviation of the noise", ylabel=ylabel, ylim=(0, 102))
 
 
 def _by_layer(axes: Axes) -> None:

@@ -58,11 +58,7 @@ class Program:
         graph = copy.deepcopy(self.module.graph)
         for node in graph.find_nodes(op="call_module", target=GUARDS):
             graph.erase_node(node)
-        return _exported(
-            fx.GraphModule(self.module, graph),
-            self.call,
-            self.shapes,
-        )
+        return _exported(fx.GraphModule(self.module, graph), self.call, self.shapes)
 
 
 def capture(

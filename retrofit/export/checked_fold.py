@@ -41,11 +41,7 @@ def checked_fold(request: Request) -> FoldedNetwork:
             samples once captured, cannot be approximated, or differs from its folded form.
     """
     network = request.network
-    reference = Reference(
-        network,
-        request.judged,
-        tolerance=request.allowed,
-    )
+    reference = Reference(network, request.judged, tolerance=request.allowed)
     _refuse_missing_numbers(network, reference)
     program = capture(
         network,

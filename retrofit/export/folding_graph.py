@@ -76,11 +76,7 @@ class AffineMap(nn.Module):
     def lowered(self) -> nn.Module:
         """Return float32 operations of the same function."""
         if self.is_norm and self.dim == 1:
-            return ConstantNorm(
-                torch.zeros_like(self.shift),
-                self.scale,
-                self.shift,
-            )
+            return ConstantNorm(torch.zeros_like(self.shift), self.scale, self.shift)
         return ChannelAffine(self.scale, self.shift, last=self.dim != 1)
 
 
@@ -148,11 +144,7 @@ class FoldingGraph:
     def set_linear(self, node: Node, layer: LinearMap) -> None:
         """Give a convolution or linear layer other constants."""
         values = arguments(node)
-        values["weight"] = self._store(
-            node,
-            values["weight"],
-            layer.torch_weight(),
-        )
+        values["weight"] = self._store(node, values["weight"], layer.torch_weight())
         if layer.bias is not None:
             values["bias"] = self._store(node, values["bias"], layer.bias)
         node.args = tuple(values.values())
@@ -200,11 +192,7 @@ class FoldingGraph:
             owner, _, name = str(node.target).rpartition(".")
             module = self.module.get_submodule(owner)
             is_parameter = name in module._parameters
-            setattr(
-                module,
-                name,
-                nn.Parameter(value, False) if is_parameter else value,
-            )
+            setattr(module, name, nn.Parameter(value, False) if is_parameter else value)
         else:
             self._added += 1
             name = f"_folded_{self._added}"

@@ -118,11 +118,7 @@ class Transform:
         root = self._log_of_root()
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)
-        scale = torch.where(
-            is_live,
-            self.gamma - self.lmbda * self.beta,
-            0.0,
-        )
+        scale = torch.where(is_live, self.gamma - self.lmbda * self.beta, 0.0)
         near_0 = bool((self.lmbda.abs() < forms.SMALL_POWER).any())
         if not near_0:
             scale = scale / self.lmbda

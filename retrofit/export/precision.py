@@ -46,11 +46,7 @@ def narrowed(
         RetrofitError: If ONNX Runtime cannot convert the model, or values overflow float16.
     """
     tolerance = request.tolerance or TOLERANCES[request.precision]
-    reference = Reference(
-        request.network,
-        request.unseen,
-        tolerance=tolerance,
-    )
+    reference = Reference(request.network, request.unseen, tolerance=tolerance)
     accept = "or raise `tolerance` if you can accept that"
     if request.precision == "int8":
         size = request.batch or CALIBRATED_AT_ONCE
@@ -191,11 +187,7 @@ class HalfRun(fx.Interpreter):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """Return the arguments of a node, numbers as ONNX Runtime's converter writes them."""
-        return tree_map_only(
-            float,
-            _as_half,
-            super().fetch_args_kwargs_from_env(n),
-        )
+        return tree_map_only(float, _as_half, super().fetch_args_kwargs_from_env(n))
 
     def run_node(self, n: fx.Node) -> Any:
         """Compute the value of a node, and round it."""

@@ -56,20 +56,12 @@ class TensorArgument:
         """
         device = network.device
         if value.device != device:
-            raise self._refusal(
-                device,
-                value.device,
-                f"move it with `.to('{device}')`",
-            )
+            raise self._refusal(device, value.device, f"move it with `.to('{device}')`")
         self._check_dtype(value, network)
         sizes = tuple(value.shape)
         if not self._takes(sizes):
             advice = self._advice(sizes, is_only_one)
-            raise self._refusal(
-                _product(self.sizes),
-                _product(sizes),
-                advice,
-            )
+            raise self._refusal(_product(self.sizes), _product(sizes), advice)
 
     def _check_dtype(self, value: Tensor, network: Tensor) -> None:
         dtype = self.dtype
@@ -78,11 +70,7 @@ class TensorArgument:
                 return
             dtype = network.dtype
         if value.dtype != dtype:
-            raise self._refusal(
-                dtype,
-                value.dtype,
-                f"convert it with `.to({dtype})`",
-            )
+            raise self._refusal(dtype, value.dtype, f"convert it with `.to({dtype})`")
 
     def _takes(self, sizes: tuple[int, ...]) -> bool:
         if len(sizes) != len(self.sizes):
@@ -142,11 +130,7 @@ class Guards(nn.Module):
         # Moves with the network and has its precision, but is no buffer: a second capture would
         # ask its own guards for one.
         device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-        self.network = torch.empty(
-            0,
-            dtype=torch.float32,
-            device=device,
-        )
+        self.network = torch.empty(0, dtype=torch.float32, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Guards":
         super()._apply(fn, recurse)
@@ -158,17 +142,9 @@ class Guards(nn.Module):
         if torch.compiler.is_compiling():
             self.conditions(*values)
             return
-        for (name, expected), value in zip(
-            self.arguments.items(),
-            values,
-            strict=True,
-        ):
+        for (name, expected), value in zip(self.arguments.items(), values, strict=True):
             if isinstance(expected, TensorArgument) and isinstance(value, Tensor):
-                expected.check(
-                    value,
-                    self.network,
-                    is_only_one=len(values) == 1,
-                )
+                expected.check(value, self.network, is_only_one=len(values) == 1)
             elif type(value) is not type(expected) or value != expected:
                 raise RetrofitError(
                     f"the folded network was captured with {_in_words(expected)} as `{name}`, not "

@@ -94,11 +94,7 @@ class StepGate:
         self._lag = int(self._device.type == "cuda")
         self._sent: deque[tuple[Any, Tensor, Tensor, list[str], Tensor, Any]] = deque()
         # Which of `_FAULTS`; it stays once it is there.
-        self._fault = torch.zeros(
-            (),
-            dtype=torch.int32,
-            device=self._device,
-        )
+        self._fault = torch.zeros((), dtype=torch.int32, device=self._device)
         # Steps in a row whose gradient was not finite.
         self._overflows = torch.zeros_like(self._fault)
         self.start(0.0)
@@ -106,11 +102,7 @@ class StepGate:
     def start(self, loss_sum: float) -> None:
         """Begin an epoch, or go on with one whose losses add up to `loss_sum` so far."""
         self._loss_sum = torch.tensor(loss_sum, device=self._device)
-        self._finite = torch.ones(
-            (),
-            dtype=torch.bool,
-            device=self._device,
-        )
+        self._finite = torch.ones((), dtype=torch.bool, device=self._device)
 
     def add(self, loss: Tensor, images: int) -> None:
         """Take a batch's mean loss into account."""

@@ -233,11 +233,7 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     model.load_state_dict(kept, strict=False)
     _zero_classifier(model, fresh)
     model.train(network.model.training)
-    set_record(
-        model,
-        preprocess=network.preprocess,
-        weights=network.weights,
-    )
+    set_record(model, preprocess=network.preprocess, weights=network.weights)
     return replace(network, model=model), fresh
 
 

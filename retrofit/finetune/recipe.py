@@ -259,11 +259,7 @@ class Recipe(BaseModel):
 
     def save(self, path: Path) -> None:
         """Write the recipe so that `--recipe` reads it back."""
-        text = yaml.safe_dump(
-            self.model_dump(mode="json"),
-            sort_keys=False,
-            width=120,
-        )
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
         with atomic_write(path, force=True) as temporary:
             temporary.write_text(text)
 

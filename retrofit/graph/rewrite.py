@@ -208,14 +208,7 @@ def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
         namespace[method] = _rewritten_method(
             base, method, [edit for edit in edits if edit.method == method]
         )
-    return cast(
-        type[nn.Module],
-        type(base)(
-            base.__name__,
-            (base,),
-            namespace,
-        ),
-    )
+    return cast(type[nn.Module], type(base)(base.__name__, (base,), namespace))
 
 
 def _rebuild(base: Any, edits: tuple[_Edit, ...]) -> nn.Module:
@@ -281,11 +274,7 @@ class _Replacement(ast.NodeTransformer):
 
     def _call(self, attribute: str, *arguments: ast.expr) -> ast.Call:
         return ast.Call(
-            ast.Attribute(
-                ast.Name(self.own, ast.Load()),
-                attribute,
-                ast.Load(),
-            ),
+            ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()),
             [*arguments],
             [],
         )
@@ -325,11 +314,7 @@ class _Replacement(ast.NodeTransformer):
         root, *path = ast.unparse(function).split(".")
         if all(name.isidentifier() for name in path):
             if root == self.own:
-                held = self._call(
-                    "_retrofit_calls",
-                    ast.Constant(edit.child),
-                    function,
-                )
+                held = self._call("_retrofit_calls", ast.Constant(edit.child), function)
                 if edit.target is None:
                     return None
                 return held

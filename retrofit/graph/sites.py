@@ -316,21 +316,13 @@ class _Search(Flows):
     def _unclaimed(self, place: Place, sites: dict[Place, Site]) -> UnmatchedActivation:
         flow, node = self.acts[place][0]
         kind = type(flow.activation(node)).__name__
-        return UnmatchedActivation(
-            self._name(place),
-            kind,
-            self._why_unmatched(flow, node, sites),
-        )
+        return UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))
 
     def _inside_other_norm(self, norm: nn.Module) -> Iterator[UnmatchedActivation]:
         fused = _fused_activation(norm)
         if fused is not None:
             reason = f"its norm, {type(norm).__name__}, is not one of those asked for"
-            yield UnmatchedActivation(
-                f"{self.names[norm]}.act",
-                type(fused).__name__,
-                reason,
-            )
+            yield UnmatchedActivation(f"{self.names[norm]}.act", type(fused).__name__, reason)
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
         nearest = flow.before(node)

@@ -27,14 +27,7 @@ def file_tree(code: CodeType) -> ast.Module:
     """
     try:
         source = "".join(inspect.findsource(code)[0])
-        compiled = code_in(
-            _compiled(
-                source,
-                code.co_filename,
-                code.co_flags & _ANNOTATIONS,
-            ),
-            code,
-        )
+        compiled = code_in(_compiled(source, code.co_filename, code.co_flags & _ANNOTATIONS), code)
     except (OSError, TypeError, SyntaxError):
         raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
     if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
@@ -73,11 +66,7 @@ def methods_of(cls: type) -> Iterator[FunctionType]:
     for base in cls.__mro__:
         if not base.__module__.startswith(("torch.", "retrofit.")):
             for value in vars(base).values():
-                function = getattr(
-                    value,
-                    "__func__",
-                    getattr(value, "fget", value),
-                )
+                function = getattr(value, "__func__", getattr(value, "fget", value))
                 if isinstance(function, FunctionType):
                     yield function
 

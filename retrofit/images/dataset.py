@@ -448,11 +448,7 @@ def sample_batches(
     split = "."
     if has_part(data_dir, "", "validation"):
         split = "validation"
-    data = open_images(
-        data_dir,
-        split=split,
-        channels=preprocess.input_size[0],
-    )
+    data = open_images(data_dir, split=split, channels=preprocess.input_size[0])
     return [pixels for pixels, _ in sample_loader(data, preprocess, images, batch_size)]
 
 

@@ -19,10 +19,6 @@ def resnet18(num_classes: int = 10, in_chans: int = 3) -> nn.Module:
         "resnet18", num_classes=num_classes, in_chans=in_chans, zero_init_last=False
     )
     model.conv1 = nn.Conv2d(in_chans, 64, 3, padding=1, bias=False)
-    nn.init.kaiming_normal_(
-        model.conv1.weight,
-        mode="fan_out",
-        nonlinearity="relu",
-    )
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     model.maxpool = nn.Identity()
     return model

@@ -231,11 +231,7 @@ def _built(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSourc
         return own_networks.build(source.name, source.kwargs), source
     if source.library == "torchvision":
         return torchvision_networks.build(source, pretrained)
-    model = timm.create_model(
-        source.name,
-        pretrained=pretrained,
-        **source.kwargs,
-    )
+    model = timm.create_model(source.name, pretrained=pretrained, **source.kwargs)
     if ":" in source.name:
         # So that the hub or the folder is not needed again.
         source = timm_source(model) or source

@@ -176,19 +176,11 @@ def open_model(
             match or "name",
             checkpoint_partial,
         )
-        set_record(
-            model,
-            labels=None,
-            weights=_checkpoint_weights(checkpoint, read, loaded),
-        )
+        set_record(model, labels=None, weights=_checkpoint_weights(checkpoint, read, loaded))
         return Network(model, tuple(loaded.warnings))
     if pretrained:
         weights = {"kind": "pretrained", "from": weights_name(model, source)}
-        set_record(
-            model,
-            labels=labels_of(model, source),
-            weights=weights,
-        )
+        set_record(model, labels=labels_of(model, source), weights=weights)
         return Network(model, _random_classifier(model, num_classes))
     set_record(model, labels=None, weights={"kind": "random", "from": None})
     return Network(model)

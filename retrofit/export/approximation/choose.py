@@ -219,11 +219,7 @@ def _options(
         fits = _fits_of_all_degrees(function)
         changed = answers(module, few, {node: fits[1]})
         harm = _squared_change(expected, changed) / max(fits[1].rms_error ** 2, 1e-30)
-        options[node] = _candidates(
-            fits,
-            math.prod(shape_of(node)[1:]),
-            harm,
-        )
+        options[node] = _candidates(fits, math.prod(shape_of(node)[1:]), harm)
     return options
 
 

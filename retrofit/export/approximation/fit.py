@@ -95,11 +95,7 @@ class LayerFunction:
             values = self.limited(values)
         error = (values - self.values) / self.scale
         largest = float(error[:, : self.data.seen].abs().max())
-        return replace(
-            fit,
-            max_error=largest,
-            rms_error=self._rms(error),
-        )
+        return replace(fit, max_error=largest, rms_error=self._rms(error))
 
     def _rms(self, values: Tensor) -> float:
         return float((values.square() @ self.weight).mean().sqrt())
@@ -186,11 +182,7 @@ class PolynomialFitter:
         # Dead channels have no data at all
         trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
         ridge = (1e-12 * trace + 1e-30)[..., None, None]
-        identity = torch.eye(
-            degree,
-            dtype=gram.dtype,
-            device=gram.device,
-        )
+        identity = torch.eye(degree, dtype=gram.dtype, device=gram.device)
         products = self.products[..., :degree, None]
         coefficients: Tensor = torch.linalg.solve(gram + ridge * identity, products)
         return coefficients.squeeze(-1)

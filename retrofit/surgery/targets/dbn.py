@@ -80,11 +80,7 @@ def _eigen(matrix: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     finite.
     """
     finite = matrix.isfinite().all(-1).all(-1)[..., None]
-    identity = torch.eye(
-        matrix.shape[-1],
-        dtype=matrix.dtype,
-        device=matrix.device,
-    )
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     values, vectors = torch.linalg.eigh(torch.where(finite[..., None], matrix, identity))
     resolved = matrix.shape[-1] * torch.finfo(matrix.dtype).eps * values[..., -1:]
     return vectors, torch.where(

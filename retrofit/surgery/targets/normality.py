@@ -33,11 +33,7 @@ class NormalityConverter(Converter):
         # other arguments.
         source = re.sub("Fp32|NoBias|Exp|(?<=GroupNorm)1", "", layer.known_class)
         cls = source.replace("Norm", "NormalNorm")
-        return layer.row(
-            "converted",
-            target=cls,
-            **gaussianization(options),
-        )
+        return layer.row("converted", target=cls, **gaussianization(options))
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> Any:
         cls: Any = layer_named(str(row.target))
@@ -53,11 +49,7 @@ class NormalityConverter(Converter):
         elif isinstance(module, nn.GroupNorm):
             new = cls(module.num_groups, module.num_channels, **arguments)
         else:
-            new = cls(
-                module.num_features,
-                track_running_stats=mean is not None,
-                **arguments,
-            )
+            new = cls(module.num_features, track_running_stats=mean is not None, **arguments)
         return adopt(new, module)
 
     def _counterparts(self) -> str:
