@@ -34,6 +34,7 @@ from evidence_arms import load_in_order
 from harness import (
     Line,
     Recorded,
+    best_rate,
     command_line,
     grouped,
     machine,
@@ -62,6 +63,7 @@ OVERLAPS = np.arange(0.5, 1.0, 0.05)
 # Which of the 1,797 digits a part's scenes are made of, and how many scenes it has.
 PARTS = {"train": (0, 1200, 2 * STEPS), "val": (1200, 1400, 100), "test": (1400, 1797, 200)}
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+MIDDLE = 3e-4
 ARMS = {
     "bn": "BatchNorm, batch statistics",
     "frozen": "`frozen` (as `bn.eval()`)",
@@ -193,7 +195,7 @@ def matched(overlaps: Tensor, overlap: float) -> list[int]:
     """Tell which detections, best first, (D, objects), find an object that none before them has."""
     free = torch.ones(overlaps.shape[1], dtype=torch.bool)
     hits = []
-    for detection in overlaps * 1.0:
+    for detection in overlaps:
         candidates = torch.where(free & (detection >= overlap), detection, -1.0)
         hit = bool(candidates.numel()) and float(candidates.max()) > 0
         if hit:
@@ -219,40 +221,6 @@ def run(args: argparse.Namespace, key: Line) -> Line:
         "cpu_seconds": round(worked, 1),
         "machine": machine(),
     }
-
-
-class DetectionRuns:
-    """The runs that are done, and those still to do.
-
-    Args:
-        args: The command line.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.recorded = Recorded(args.out)
-
-    def done(self, arm: str, rate: float, seed: int) -> Line:
-        """Return the line of a run, which is made if there is none yet."""
-        key = {"arm": arm, "lr": rate, "seed": seed, "model": MODEL, "steps": STEPS}
-        return self.recorded.done(key, lambda: [run(self.args, key)], self.args.until)
-
-    def rate(self, arm: str) -> float:
-        """Return the learning rate of an arm that is best on the validation scenes."""
-        seed = self.args.seeds[0]
-        tried = list(RATES[1:4])
-        while True:
-            best = max(tried, key=lambda rate: self.done(arm, rate, seed)["val"])
-            wider = [rate for rate in neighbours(best) if rate not in tried]
-            if not wider:
-                return best
-            tried += wider
-
-
-def neighbours(rate: float) -> tuple[float, ...]:
-    """Return a rate of the grid and those beside it."""
-    place = RATES.index(rate)
-    return RATES[max(0, place - 1) : place + 2]
 
 
 def difference(runs: Sequence[Line], others: Sequence[Line]) -> str:
@@ -301,13 +269,24 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    runs = DetectionRuns(args)
+    recorded = Recorded(args.out)
+
+    def done(arm: str, rate: float, seed: int) -> Line:
+        """Return the line of a run, which is made if there is none yet."""
+        key = {"arm": arm, "lr": rate, "seed": seed, "model": MODEL, "steps": STEPS}
+        return recorded.done(key, lambda: [run(args, key)], args.until)
+
+    def complete(arm: str) -> None:
+        """Choose an arm's learning rate, and run all seeds at it."""
+        first = args.seeds[0]
+        rate = best_rate(RATES, MIDDLE, lambda rate: done(arm, rate, first)["val"])
+        for seed in args.seeds:
+            done(arm, rate, seed)
+
     if not args.table:
         for arm in args.arms:
-            rate = runs.rate(arm)
-            for seed in args.seeds:
-                runs.done(arm, rate, seed)
-    publish(args.out, tables(runs.recorded.lines()))
+            complete(arm)
+    publish(args.out, tables(recorded.lines()))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from evidence_arms import ARMS
 from evidence_data import Pictures, cifar, contrasts, digits
 from evidence_table import document
 from evidence_train import run
-from harness import Line, Recorded, command_line, publish
+from harness import Line, Recorded, best_rate, command_line, publish
 
 Make = Callable[[argparse.Namespace, Pictures, Line], list[Line]]
 RATES = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0]
@@ -65,16 +65,9 @@ class Runs:
         seed.
         """
         seed = self.args.seeds[0]
-        middle = RATES.index(self.middle[batch])
-        top1: dict[int, float] = {}
-        places = [middle, middle - 1, middle + 1]
-        while places:
-            for place in places:
-                top1[place] = self.done(arm, batch, RATES[place], seed)["val"]
-            best = max(top1, key=top1.__getitem__)
-            neighbours = {best - 1, best + 1}.intersection(range(len(RATES)))
-            places = sorted(neighbours - top1.keys())
-        return RATES[max(top1, key=top1.__getitem__)]
+        return best_rate(
+            RATES, self.middle[batch], lambda rate: self.done(arm, batch, rate, seed)["val"]
+        )
 
     def done(self, arm: str, batch: int, rate: float, seed: int) -> Line:
         """Return the line of a run, which is made if there is none yet."""

@@ -125,6 +125,27 @@ class Recorded:
         return self.lines(**key)[0]
 
 
+def best_rate(rates: Sequence[float], middle: float, val: Callable[[float], float]) -> float:
+    """Return the learning rate of a grid that does best on validation data: the middle and both
+    neighbours are tried, and further ones while the best is the last tried.
+
+    Args:
+        rates: The grid, in order.
+        middle: One of them.
+        val: Gives what a rate reaches.
+    """
+    start = rates.index(middle)
+    reached: dict[int, float] = {}
+    places = [start, start - 1, start + 1]
+    while places:
+        for place in places:
+            reached[place] = val(rates[place])
+        best = max(reached, key=reached.__getitem__)
+        neighbours = {best - 1, best + 1}.intersection(range(len(rates)))
+        places = sorted(neighbours - reached.keys())
+    return rates[best]
+
+
 def matches(line: Line, values: Mapping[str, Any]) -> bool:
     """Tell whether a line has these values."""
     return all(line.get(name) == value for name, value in values.items())

@@ -4,6 +4,7 @@ converted for real.
 
 import argparse
 import csv
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ import harness  # noqa: E402
 import reproduce  # noqa: E402
 import reproduce_train  # noqa: E402
 
+RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 LINES = (BENCHMARKS / "results" / "zoo-normal.csv").read_text().splitlines()
 ROWS = {row["model"]: row for row in csv.DictReader(LINES)}
 # Parameters: of those that are tried before a release, and of those that .ci/run tries
@@ -148,6 +150,27 @@ def test_features_are_compared_as_by_hand() -> None:
     """
     source = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0]])
     assert features.agreement(source, source[[2, 1, 0]]) == ["0.333", "-0.333", "66.7%"]
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (3e-4, {1e-4, 3e-4, 1e-3}),
+        (1e-3, {1e-4, 3e-4, 1e-3, 3e-3}),
+        (3e-5, {3e-5, 1e-4, 3e-4, 1e-3}),
+    ],
+)
+def test_the_search_of_a_rate_goes_on_while_the_best_is_the_last(
+    best: float, tried: set[float]
+) -> None:
+    seen = set()
+
+    def val(rate: float) -> float:
+        seen.add(rate)
+        return -abs(math.log(rate / best))
+
+    assert harness.best_rate(RATES, 3e-4, val) == best
+    assert seen == tried
 
 
 def test_average_precision_is_that_of_a_curve_drawn_by_hand() -> None:
