@@ -165,13 +165,7 @@ def bake(
         is_baked = name in best.constants
         reason = "" if is_baked else trial.reasons.get(name, "costs too much")
         layers.append(BakedLayer(name, error, is_baked, reason))
-    report = BakeReport(
-        tuple(layers),
-        tuple(stages),
-        chosen,
-        tolerance,
-        trial.images,
-    )
+    report = BakeReport(tuple(layers), tuple(stages), chosen, tolerance, trial.images)
     return model, report
 
 

@@ -127,25 +127,12 @@ def measure(
                 for name, (network, size) in networks.items()
             }
             memory = {name: _peak_of(step, setting.device) for name, step in steps.items()}
-            times = _in_turns(
-                steps,
-                turns,
-                total,
-                setting.device,
-                progress,
-            )
+            times = _in_turns(steps, turns, total, setting.device, progress)
         for name, (seconds, time_ratio) in times.items():
             memory_ratio = None
             if name != reference:
                 memory_ratio = memory[name] / max(memory[reference], 1)
-            cost = Cost(
-                name,
-                mode,
-                seconds,
-                memory[name],
-                time_ratio,
-                memory_ratio,
-            )
+            cost = Cost(name, mode, seconds, memory[name], time_ratio, memory_ratio)
             costs.append(cost)
     return costs
 
@@ -189,13 +176,7 @@ def measure_files(
             for _ in range(_WARM):
                 step()
         turns = range(1, rounds + 1)
-        times = _in_turns(
-            steps,
-            turns,
-            rounds,
-            torch.device("cpu"),
-            progress,
-        )
+        times = _in_turns(steps, turns, rounds, torch.device("cpu"), progress)
     return [
         FileCost(name, seconds, files[name].stat().st_size, ratio)
         for name, (seconds, ratio) in times.items()

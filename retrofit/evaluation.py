@@ -151,12 +151,7 @@ def evaluate(
             if readable.any():
                 inputs = pixels[readable].contiguous(memory_format=layout)
                 scores = class_scores(model(inputs), data.outputs)
-                counts.add(
-                    model,
-                    inputs,
-                    scores,
-                    targets[readable],
-                )
+                counts.add(model, inputs, scores, targets[readable])
             done += len(targets)
             if progress is not None:
                 progress(done, total)
@@ -191,12 +186,7 @@ class _Counts:
         self._losses.append(losses)
         right = ranks[:, 0]
         if self._attack is not None and right.any():
-            self._attacked += _resisted(
-                self._attack,
-                model,
-                inputs[right],
-                labels[right],
-            )
+            self._attacked += _resisted(self._attack, model, inputs[right], labels[right])
 
     def accuracy(self, skipped: tuple[str, ...]) -> Accuracy:
         """Return the figures of all batches."""
@@ -329,12 +319,7 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
     facts["runtime"] = runtime
     facts["weights"] = {"kind": "onnx", "from": str(path)}
     run = open_onnx(path, runtime, advice="export it again")
-    return ExportedFile(
-        ExportedNetwork(run),
-        preprocess,
-        labels,
-        facts,
-    )
+    return ExportedFile(ExportedNetwork(run), preprocess, labels, facts)
 
 
 def _are_names(labels: Any) -> bool:

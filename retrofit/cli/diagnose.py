@@ -84,12 +84,7 @@ def command(
     diagnoses = {}
     for name, network in networks.items():
         data = open_data(network, dict(arguments))
-        batches = labelled_batches(
-            network,
-            data,
-            arguments["images"],
-            arguments["batch_size"],
-        )
+        batches = labelled_batches(network, data, arguments["images"], arguments["batch_size"])
         with progress_bar(f"measuring {name}") as move:
             diagnoses[name] = diagnose(
                 network.model.to(device),

@@ -117,13 +117,7 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
     if data.matched == "order":
         classes = _number_of_scores(network, data)
         labelled = data.classes is not None and not data.doubt(classes, network.labels)
-    return sample_loader(
-        data,
-        network.preprocess,
-        images,
-        batch_size,
-        labelled,
-    )
+    return sample_loader(data, network.preprocess, images, batch_size, labelled)
 
 
 def _number_of_scores(network: Network, data: ImageData) -> int | None:
@@ -182,28 +176,13 @@ def diagnose(
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
         layers = _results(called, lambda_values(model, passes.first), progress)
-        noise = _follow_noise(
-            model,
-            [observer.probe for observer in called],
-            passes,
-            seed,
-        )
+        noise = _follow_noise(model, [observer.probe for observer in called], passes, seed)
         under_noise: list[InputNoise] = []
         attacked = None
         if answers:
-            under_noise = input_noise(
-                model,
-                passes.over("input noise"),
-                answers,
-                seed,
-            )
+            under_noise = input_noise(model, passes.over("input noise"), answers, seed)
         if answers and attack is not None:
-            attacked = under_attack(
-                model,
-                passes.over("attack"),
-                answers,
-                attack,
-            )
+            attacked = under_attack(model, passes.over("attack"), answers, attack)
     return Diagnosis(
         images=images,
         layers=layers,
@@ -364,12 +343,7 @@ class _Observer:
         drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
         channels = drawn[: self._channels].sort().values
         state = self._generator.get_state()
-        values = meters.sample(
-            y,
-            channels,
-            _VALUES,
-            self._generator,
-        )
+        values = meters.sample(y, channels, _VALUES, self._generator)
         self._plots += _plots(values)
         if not self._pairs and len(values) >= FEWEST:
             self._pairs = _pairs(values[:_PAIR_VALUES])
@@ -377,12 +351,7 @@ class _Observer:
             # The same values as above.
             self._generator.set_state(state)
             untransformed = self.probe.normalized(x, transformed=False)
-            before = meters.sample(
-                untransformed,
-                channels,
-                _VALUES,
-                self._generator,
-            )
+            before = meters.sample(untransformed, channels, _VALUES, self._generator)
             self._before += [plot.r2 for plot in _plots(before)]
 
     def result(self, lmbda: Tensor | None) -> Layer:

@@ -162,12 +162,7 @@ def under_attack(
         images += len(pixels)
         hit = clean == labels.to(clean)
         if hit.any():
-            right += _still_right(
-                model,
-                attack,
-                pixels[hit],
-                clean[hit],
-            )
+            right += _still_right(model, attack, pixels[hit], clean[hit])
     return UnderAttack(str(attack), 100 * right / images)
 
 

@@ -152,12 +152,7 @@ def plots(networks: Networks) -> list[Plot]:
     every = [
         Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0),
         Plot("qq", "Q-Q plots", _qq, 4.2 * count),
-        Plot(
-            "power",
-            "Where the power lies",
-            _power,
-            0.8 + 2.4 * count,
-        ),
+        Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count),
         Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0),
         Plot("noise", "Noise through the layers", _noise, 3.6),
         Plot("independence", "Joint normality and dependence of channel pairs", _independence, 5.0),

@@ -65,12 +65,7 @@ def checked_fold(request: Request) -> FoldedNetwork:
     comparison = reference.compare(program.module)
     if comparison.differs:
         raise ComparisonError(comparison, *_difference(request, program))
-    return FoldedNetwork(
-        program,
-        _folded_layers(program, fits),
-        reference,
-        comparison,
-    )
+    return FoldedNetwork(program, _folded_layers(program, fits), reference, comparison)
 
 
 def _refuse_missing_numbers(network: nn.Module, reference: Reference) -> None:
@@ -109,13 +104,7 @@ def _refuse_fixed_batch(program: Program, reference: Reference) -> None:
 
 
 def _approximations(program: Program, request: Request) -> dict[Node, Fit]:
-    return choose(
-        program.module,
-        request.degree,
-        request.allowed,
-        request.fitted,
-        request.unseen,
-    )
+    return choose(program.module, request.degree, request.allowed, request.fitted, request.unseen)
 
 
 def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLayer, ...]:

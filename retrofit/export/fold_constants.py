@@ -105,13 +105,7 @@ def _batch_norm(graph: FoldingGraph, norm: Node) -> tuple[Any, AffineMap] | None
             return None
         constants.append(constant)
     mean, var, weight, bias = constants
-    constant_map = ChannelMap.of(
-        mean,
-        var,
-        values["eps"],
-        weight,
-        bias,
-    )
+    constant_map = ChannelMap.of(mean, var, values["eps"], weight, bias)
     scale, shift = constant_map.affine()
     layers = frozenset([layer_of(norm)])
     return values["input"], AffineMap(scale, shift, 1, layers, is_norm=True)
@@ -250,15 +244,7 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
             ones = torch.ones_like(affine.scale)
             shift = affine.shift / affine.scale
             graph.set_linear(consumer, layer.after(affine.scale, torch.zeros_like(shift)))
-            graph.set_module(
-                node,
-                AffineMap(
-                    ones,
-                    shift,
-                    affine.dim,
-                    affine.layers,
-                ),
-            )
+            graph.set_module(node, AffineMap(ones, shift, affine.dim, affine.layers))
 
 
 def lower_affine_maps(graph: FoldingGraph) -> None:

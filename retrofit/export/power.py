@@ -106,13 +106,7 @@ class Transform:
 
     def _two_branches(self) -> Fit:
         form = forms.TwoBranch(self.lmbda, self.gamma, self.beta)
-        return Fit(
-            "two branches",
-            0,
-            torch.ones_like(self.sign),
-            0 * self.sign,
-            [form],
-        )
+        return Fit("two branches", 0, torch.ones_like(self.sign), 0 * self.sign, [form])
 
     def _one_branch(self, high: float) -> Fit:
         root = self._log_of_root()

@@ -152,13 +152,7 @@ class Batches:
                 f"{len(images)} images to train on are too few for {world} processes; give more"
             )
         augmented = Augmented(images, training_transform(recipe, preprocess), recipe.seed)
-        self._order = Order(
-            len(images),
-            batch_size,
-            rank,
-            world,
-            recipe.seed,
-        )
+        self._order = Order(len(images), batch_size, rank, world, recipe.seed)
         self._host = _HostBatches(augmented, self._order, recipe, device)
         # It copies a batch to the device, and normalizes it there, while the one before is used.
         self._loader = PrefetchLoader(

@@ -161,14 +161,7 @@ class StepGate:
             if event is not None:
                 event.synchronize()
             loss_sum, fault = figures.tolist()
-            yield Verdict(
-                step,
-                images,
-                loss_sum,
-                _FAULTS[int(fault)],
-                names,
-                norms,
-            )
+            yield Verdict(step, images, loss_sum, _FAULTS[int(fault)], names, norms)
 
 
 def not_finite(model: nn.Module) -> str | None:

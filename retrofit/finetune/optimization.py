@@ -88,12 +88,7 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     Raises:
         UsageError: If timm cannot build it, or it has no eps to set.
     """
-    groups = parameter_groups(
-        model,
-        recipe.weight_decay,
-        recipe.layer_decay,
-        recipe.decay_norms,
-    )
+    groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, recipe.decay_norms)
     options: dict[str, Any] = {}
     if recipe.opt.lower() in _FUSED:
         options["fused"] = True

@@ -91,12 +91,7 @@ class PreparedRun:
         preprocess = self.network.preprocess
         rank = self.accelerator.process_index
         processes = self.accelerator.num_processes
-        self.val = validation_share(
-            images.val,
-            preprocess,
-            labelling,
-            self.accelerator,
-        )
+        self.val = validation_share(images.val, preprocess, labelling, self.accelerator)
         as_validated = create_transform(**preprocess.to_dict())
         self.plain_images = Part(images.train.images, transform=as_validated)
         self.batches = Batches(
@@ -119,12 +114,7 @@ class PreparedRun:
         recipe = self.recipe
         accelerator = self.accelerator
         batches = self.position.steps * recipe.grad_accum_steps
-        prepare.adjust_layers(
-            self.model,
-            recipe,
-            batches,
-            self.callback.note,
-        )
+        prepare.adjust_layers(self.model, recipe, batches, self.callback.note)
         # Their statistics are as frozen as their weights.
         self.frozen_norms: list[nn.Module] = []
         if recipe.freeze == "all-but-norm":
@@ -143,12 +133,7 @@ class PreparedRun:
         optimizer = build_optimizer(self.model, recipe)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
-        self.gate = StepGate(
-            accelerator,
-            self.model,
-            optimizer,
-            recipe.clip_grad,
-        )
+        self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
         accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
 
     def _strength_schedule(self) -> StrengthSchedule | None:

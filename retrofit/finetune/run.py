@@ -74,14 +74,7 @@ def finetune(
         state = None
         if resume:
             state = run_state.load_state(folder)
-        run = Run(
-            network,
-            recipe,
-            folder,
-            accelerator,
-            callback,
-            state,
-        )
+        run = Run(network, recipe, folder, accelerator, callback, state)
         if state is None:
             run.begin()
         else:
@@ -264,12 +257,7 @@ class Run(PreparedRun):
     def _judge(self, verdict: Verdict) -> None:
         step, images = verdict.step
         if verdict.fault is not None:
-            raise self._diverged(
-                verdict.what,
-                step.step,
-                verdict.images,
-                verdict.fault,
-            )
+            raise self._diverged(verdict.what, step.step, verdict.images, verdict.fault)
         self.position.loss_sum = verdict.loss_sum
         step = replace(step, loss=verdict.loss_sum / images)
         self.callback.step(step)
@@ -284,12 +272,7 @@ class Run(PreparedRun):
         """
         # The other processes do not take part.
         with local_norms(self.model):
-            cause, advice = divergence_of(
-                self.model,
-                images,
-                fault,
-                self.recipe,
-            )
+            cause, advice = divergence_of(self.model, images, fault, self.recipe)
         good = run_state.load_state(self.folder)["position"]["step"]
         return RetrofitError(
             f"{part} is not finite at step {step} of {self.position.steps}: {cause}; "
@@ -344,13 +327,7 @@ class Run(PreparedRun):
         if self.val is None:
             return None
         preprocess = self.network.preprocess
-        accuracy = validate(
-            self.validated,
-            self.val,
-            preprocess,
-            self.recipe,
-            self.accelerator,
-        )
+        accuracy = validate(self.validated, self.val, preprocess, self.recipe, self.accelerator)
         self._list_unreadable(accuracy.skipped, "it is left out")
         return accuracy
 

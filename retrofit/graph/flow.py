@@ -397,12 +397,7 @@ class Flows:
         """Trace a module; where its parts have many branches, each of them is one step."""
         self._readers.clear()
         try:
-            return traced(
-                module,
-                training,
-                self._leaves.__contains__,
-                self._snapshot,
-            )
+            return traced(module, training, self._leaves.__contains__, self._snapshot)
         except BranchingPartsError as error:
             self._branching |= error.parts
             self._leaves |= error.parts

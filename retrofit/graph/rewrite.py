@@ -81,12 +81,7 @@ def rewrite_problem(model: nn.Module, act: Activation | None) -> str:
     """
     try:
         if act is not None and act.kind == "call":
-            _changes(
-                model.get_submodule(act.owner),
-                act,
-                "_retrofit_probe",
-                nn.Identity(),
-            )
+            _changes(model.get_submodule(act.owner), act, "_retrofit_probe", nn.Identity())
     except RewriteError as error:
         return str(error)
     return ""

@@ -225,12 +225,7 @@ class Tracer(fx.Tracer):
             return Place(owner, target, None, _assigned_name(caller))
         forward = nn.Sequential.forward
         if code is forward.__code__ and type(owner).forward is forward:
-            return Place(
-                owner,
-                target,
-                code,
-                self._entry(owner, target),
-            )
+            return Place(owner, target, code, self._entry(owner, target))
         return Place(owner, target, code, _end_of_call(caller))
 
     def _entry(self, sequence: nn.Module, module: nn.Module) -> str:

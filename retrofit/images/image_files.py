@@ -186,12 +186,7 @@ def _members(
                 if member.issparse():
                     raise tarfile.ReadError(f"{path} is packed as a sparse file")
                 inner_start = start + member.offset_data
-                yield from _members(
-                    tar.extractfile(member),
-                    path[:-4],
-                    inner_start,
-                    depth - 1,
-                )
+                yield from _members(tar.extractfile(member), path[:-4], inner_start, depth - 1)
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         # tarfile takes a damaged header for the end.

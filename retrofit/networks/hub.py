@@ -125,12 +125,7 @@ def _write_config(model: nn.Module, manifest: Mapping[str, Any], path: Path) -> 
     to = manifest["conversion"]["to"]
     ours = {"library_name": LIBRARY, "pretrained_cfg": manifest["preprocess"]}
     if source.library == "timm" and not to:
-        save_config_for_hf(
-            unwrapped(model),
-            str(path),
-            ours,
-            source.kwargs,
-        )
+        save_config_for_hf(unwrapped(model), str(path), ours, source.kwargs)
         return
     # timm reads a name up to its first dot.
     network = f"{to} of {source}" if to else f"network {source}"

@@ -170,12 +170,7 @@ def open_model(
     source = record_of(model).source or source
     set_record(model, preprocess=_preprocess(model, source, text, img_size))
     if read is not None:
-        loaded = load_into(
-            model,
-            read.tensors,
-            match or "name",
-            checkpoint_partial,
-        )
+        loaded = load_into(model, read.tensors, match or "name", checkpoint_partial)
         set_record(model, labels=None, weights=_checkpoint_weights(checkpoint, read, loaded))
         return Network(model, tuple(loaded.warnings))
     if pretrained:

@@ -88,13 +88,7 @@ def convert(
     converter = converter_for(to)
     _check_strength(strength, to, converter)
     images = _calibration_images(options)
-    request = PlanRequest(
-        to,
-        only,
-        skip,
-        source,
-        {**options, "calibrate": images},
-    )
+    request = PlanRequest(to, only, skip, source, {**options, "calibrate": images})
     conversion = _Conversion(model, converter, request)
     conversion.run_source(inputs, input_size, images, whole=check)
     conversion.execute(check, strength)

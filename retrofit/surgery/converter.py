@@ -117,15 +117,7 @@ class Converter(ABC):
                     problem = activation_problem(model, site)
                 rows.append(_activation_row(site, problem, target, settle))
         for activation in sites.unmatched:
-            rows.append(
-                EditRow(
-                    activation.name,
-                    activation.type,
-                    "",
-                    "left",
-                    activation.reason,
-                )
-            )
+            rows.append(EditRow(activation.name, activation.type, "", "left", activation.reason))
         # The reason why a part cannot be traced stands once, at its activations if it has any.
         known_reasons = {activation.reason for activation in sites.unmatched}
         for norm, why in sites.uncovered.items():

@@ -133,13 +133,7 @@ def execute(
     if converter.has_strength and device.type != "meta":
         strength = 0.0
     params_after = _count_parameters(model)
-    report = Report(
-        plan,
-        params_before,
-        params_after,
-        strength,
-        tuple(filter(None, notes)),
-    )
+    report = Report(plan, params_before, params_after, strength, tuple(filter(None, notes)))
     return model, report
 
 

@@ -128,14 +128,7 @@ class NormLayer:
         self, status: Status, reason: str = "", target: str | None = None, **options: Any
     ) -> LayerRow:
         """Return the row of a plan that says what becomes of the layer."""
-        return LayerRow(
-            self.name,
-            self.label,
-            target,
-            status,
-            reason,
-            options,
-        )
+        return LayerRow(self.name, self.label, target, status, reason, options)
 
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:
@@ -202,14 +195,7 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     family = KNOWN.get(kind) or _likely_family(module)
     reason = _unsupported_class(module) or _why_not_as_its_class(module)
     if reason:
-        return NormLayer(
-            name,
-            module,
-            kind,
-            family,
-            "unsupported",
-            reason,
-        )
+        return NormLayer(name, module, kind, family, "unsupported", reason)
     if kind in KNOWN:
         return NormLayer(name, module, kind, family, "known")
     base = _base_of(module)
@@ -226,14 +212,7 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     reason = f"no converter knows {kind}"
     if base is not None:
         reason = f"derived from {base[0]}, and {formula}"
-    return NormLayer(
-        name,
-        module,
-        kind,
-        family,
-        "unsupported",
-        reason,
-    )
+    return NormLayer(name, module, kind, family, "unsupported", reason)
 
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var")

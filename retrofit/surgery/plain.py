@@ -173,12 +173,7 @@ def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
     assert affine is not None
     bias = feeder.bias
     transposed = isinstance(feeder, _ConvTransposeNd)
-    convolution = LinearMap.of(
-        feeder.weight,
-        bias,
-        getattr(feeder, "groups", 1),
-        transposed,
-    )
+    convolution = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed)
     moved = convolution.then(*affine)
     feeder.weight.copy_(moved.torch_weight())
     if bias is not None:

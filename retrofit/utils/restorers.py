@@ -185,12 +185,7 @@ def legacy_generator_restorer(generator: np.random.RandomState) -> Callable[[], 
 def numpy_generator_restorer(generator: np.random.Generator) -> Callable[[], Any]:
     """Remember the state of NumPy's generator."""
     source = generator.bit_generator
-    return functools.partial(
-        setattr,
-        source,
-        "state",
-        copy.deepcopy(source.state),
-    )
+    return functools.partial(setattr, source, "state", copy.deepcopy(source.state))
 
 
 def array_restorer(array: Any) -> Callable[[], Any]:

@@ -82,13 +82,7 @@ class BatchIndependentConverter(Converter):
         edits: list[EditRow] = []
         if self.takes_activations:
             settle = partial(_proxy_options, options)
-            edits = self.plan_activations(
-                model,
-                sites,
-                converted,
-                "",
-                settle,
-            )
+            edits = self.plan_activations(model, sites, converted, "", settle)
         if options.ws:
             edits += plan_convolutions(model, converted, _restores(options))
         return rows, edits, sites
@@ -194,12 +188,7 @@ class BatchIndependentConverter(Converter):
         groups, reason = measured.get(layer.name) or group_count(
             layer.name, module.running_mean.numel(), options, self.groups
         )
-        eps = settled_eps(
-            module.weight,
-            module.running_var,
-            module.eps,
-            groups,
-        )
+        eps = settled_eps(module.weight, module.running_var, module.eps, groups)
         settled: dict[str, Any] = {"num_groups": groups, "eps": eps}
         if self._drops_shift(layer, options, sites):
             settled["bias"] = False
@@ -267,12 +256,7 @@ def _proxy(model: nn.Module, site: Site, row: EditRow) -> int:
         dtype=dtype,
         **row.options,
     )
-    replace_activation(
-        model,
-        site,
-        proxied.train(norm.training),
-        "proxy",
-    )
+    replace_activation(model, site, proxied.train(norm.training), "proxy")
     return sum(parameter.numel() for parameter in proxied.parameters(recurse=False))
 
 
@@ -339,12 +323,7 @@ def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Te
     power = kept.double().square().sum()
     divisors = [n for n in range(1, _MOST_GROUPS + 1) if x.shape[1] % n == 0]
     for groups in divisors:
-        eps = settled_eps(
-            norm.weight,
-            norm.running_var,
-            norm.eps,
-            groups,
-        )
+        eps = settled_eps(norm.weight, norm.running_var, norm.eps, groups)
         gain = group_gain(norm.weight, groups)
         new = migrated_group_norm(
             x, groups, *statistics, norm.weight, eps=eps, source_eps=norm.eps, gain=gain

@@ -161,13 +161,7 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         if not batch and self._is_batch_norm(x):
             assert self.running_mean is not None
             assert self.running_var is not None
-            constants = of_one_type(
-                x,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-            )
+            constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
             return functional.batch_norm(x, *constants, eps=self._eps)
         positions = x.numel() // x.shape[1]
         with torch.autocast(x.device.type, enabled=False):
@@ -196,15 +190,7 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         matrix = self._mixed(var, self._root(covariance))
         y, lmbda = self._transform(matrix @ centred, batch=True)
         if self.training and self.track_running_stats:
-            self._track(
-                Statistics(
-                    mean,
-                    var,
-                    lmbda,
-                    rows.shape[-1],
-                ),
-                covariance,
-            )
+            self._track(Statistics(mean, var, lmbda, rows.shape[-1]), covariance)
         return y
 
     def _by_running_statistics(self, rows: Tensor) -> Tensor:
@@ -266,13 +252,7 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
     def _behind_whitening(self) -> ChannelMap:
         assert self.running_mean is not None
         zeros = torch.zeros_like(self.running_mean, dtype=torch.float64)
-        return ChannelMap.of(
-            zeros,
-            zeros + 1,
-            0.0,
-            self.weight,
-            self.bias,
-        )
+        return ChannelMap.of(zeros, zeros + 1, 0.0, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group_size={self.group_size}"

@@ -35,12 +35,7 @@ class EvoNormConverter(FusedConverter):
     def layer_options(
         self, layer: NormLayer, options: ConversionOptions
     ) -> tuple[dict[str, Any], str]:
-        groups, remark = group_count(
-            layer.name,
-            layer.layer.num_features,
-            options,
-            _GROUPS,
-        )
+        groups, remark = group_count(layer.name, layer.layer.num_features, options, _GROUPS)
         return {"groups": groups}, remark
 
     def migrated(self, new: Any, source: TrainedBatchNorm) -> dict[str, Tensor]:

@@ -49,13 +49,7 @@ class TrainedBatchNorm:
         beta = torch.zeros_like(mean)
         if layer.bias is not None:
             beta = layer.bias.double()
-        return cls(
-            mean,
-            var,
-            (var + layer.eps).sqrt(),
-            gamma,
-            beta,
-        )
+        return cls(mean, var, (var + layer.eps).sqrt(), gamma, beta)
 
     @property
     def slope(self) -> Tensor:
@@ -120,13 +114,7 @@ class FusedConverter(Converter):
             )
             rows.append(row)
         converted = {row.name for row in rows if row.status == "converted"}
-        edits = self.plan_activations(
-            model,
-            sites,
-            converted,
-            self.layer,
-            lambda _: {},
-        )
+        edits = self.plan_activations(model, sites, converted, self.layer, lambda _: {})
         return rows, edits, sites
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
