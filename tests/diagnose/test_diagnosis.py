@@ -21,12 +21,8 @@ from retrofit.diagnose.diagnosis import Diagnosis, diagnose, labelled_batches
 from retrofit.diagnose.findings import sentences
 from retrofit.diagnose.meters import Probe, probes
 from retrofit.diagnose.perturbations import Batch, input_noise, under_attack
-from retrofit.diagnose.report_folder import (
-    Plot,
-    check_folder,
-    plots,
-    write_report,
-)
+from retrofit.diagnose.plots import Plot, plots
+from retrofit.diagnose.report_folder import check_folder, write_report
 from retrofit.errors import RetrofitError
 from retrofit.images.dataset import open_images
 from retrofit.networks.models import Network
