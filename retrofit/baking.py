@@ -161,12 +161,10 @@ def bake(
     chosen = _bake_layers(model, trial, best, tolerance)
     layers = []
     for name in trial.names:
-        error = best.errors.get(name)
         is_baked = name in best.constants
         reason = "" if is_baked else trial.reasons.get(name, "costs too much")
-        layers.append(BakedLayer(name, error, is_baked, reason))
-    report = BakeReport(tuple(layers), tuple(stages), chosen, tolerance, trial.images)
-    return model, report
+        layers.append(BakedLayer(name, best.errors.get(name), is_baked, reason))
+    return model, BakeReport(tuple(layers), tuple(stages), chosen, tolerance, trial.images)
 
 
 def _samples(model: nn.Module, images: Iterable[Any] | None, inputs: Inputs | None) -> Call:
@@ -331,13 +329,10 @@ class _Trial:
         squares = torch.stack(changes).mean(0)
         count = max(1, round(_WORST * len(squares)))
         worst = squares.topk(count).values
-        return Stage(
-            threshold,
-            layers,
-            error=float(squares.mean().sqrt()),
-            worst=float(worst.mean().sqrt()),
-            top1_agreement=_agreement(self._expected[0], answers[0]),
-        )
+        error = float(squares.mean().sqrt())
+        worst_error = float(worst.mean().sqrt())
+        agreement = _agreement(self._expected[0], answers[0])
+        return Stage(threshold, layers, error, worst_error, agreement)
 
     def _hooked(self, hook: Callable[..., Tensor]) -> AbstractContextManager[None]:
         return hooked(
@@ -421,7 +416,10 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
     """
     rows = torch.arange(call.batch, device="cpu").split(_BATCH)
     try:
-        batches = [_tensors(net, call.select(few)) for few in rows]
+        batches = []
+        for batch in (call.select(few) for few in rows):
+            answer = net(*batch.args, **batch.kwargs)
+            batches.append([tensor.float() for tensor in tensors_of(answer)])
         together = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
         if not together or any(len(tensor) != call.batch for tensor in together):
             raise ValueError(f"its outputs are {[tuple(tensor.shape) for tensor in together]}")
@@ -431,11 +429,6 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
             "the network does not answer such images with tensors of one row an image "
             f"({one_line(error)}); bake the part of it that does"
         ) from error
-
-
-def _tensors(net: nn.Module, call: Call) -> list[Tensor]:
-    answer = net(*call.args, **call.kwargs)
-    return [tensor.float() for tensor in tensors_of(answer)]
 
 
 def _regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:

@@ -193,13 +193,7 @@ def _file_step(path: Path, runtime: Runtime, batch_size: int, threads: int | Non
             f"{path} does not say which images it takes; write it by `retrofit export`"
         ) from None
     pixels = np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
-    run = open_onnx(
-        path,
-        runtime,
-        shape=pixels.shape,
-        threads=threads,
-        advice="export it again",
-    )
+    run = open_onnx(path, runtime, shape=pixels.shape, threads=threads, advice="export it again")
     return partial(run, pixels)
 
 
@@ -245,12 +239,7 @@ def _step(
     model.train(mode == "train")
     shape = (setting.batch_size, *size)
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(
-        shape,
-        generator=generator,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     pixels = pixels.to(setting.device).contiguous(memory_format=layout)
     run: Callable[[Tensor], Any] = model
     if setting.compile:

@@ -326,12 +326,7 @@ class Reference:
     def _top1_agreement(self, outputs: _Outputs) -> float | None:
         """Return the share of the samples with the same highest score; None if none has scores."""
         same: list[Tensor] = []
-        for part, ours, theirs in zip(
-            self.parts,
-            self._outputs,
-            outputs,
-            strict=True,
-        ):
+        for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True):
             shapes = [tensor.shape for tensor in theirs]
             if _is_scores(part, ours) and shapes == [ours[0].shape]:
                 same.append(ours[0].argmax(1) == theirs[0].argmax(1))
@@ -341,12 +336,7 @@ class Reference:
 
     def _compare_outputs(self, outputs: _Outputs, zero: float) -> Comparison:
         pairs: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
-        for part, ours, theirs in zip(
-            self.parts,
-            self._outputs,
-            outputs,
-            strict=True,
-        ):
+        for part, ours, theirs in zip(self.parts, self._outputs, outputs, strict=True):
             if len(ours) != len(theirs):
                 return Comparison(math.inf, 0.0, self.tolerance)
             for number, pair in enumerate(zip(ours, theirs, strict=True)):
@@ -359,12 +349,7 @@ class Reference:
         """
         ours = self._layers[name]
         if len(kept) < len(ours):
-            return Comparison(
-                math.inf,
-                0.0,
-                self.tolerance,
-                where=name,
-            )
+            return Comparison(math.inf, 0.0, self.tolerance, where=name)
         results = (self._result([(a, b)], name) for (_, a), (_, b) in zip(ours, kept, strict=False))
         return max(results, key=_BY_SHARE, default=Comparison(tolerance=self.tolerance, where=name))
 
@@ -377,13 +362,7 @@ class Reference:
         if max(gap, scale) <= zero:
             gap = scale = 0.0
         compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
-        return Comparison(
-            gap,
-            scale,
-            self.tolerance,
-            where=where,
-            compared=compared,
-        )
+        return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
 
 
 def _kept(value: Tensor) -> Tensor:

@@ -252,12 +252,7 @@ def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bo
     device, dtype = placement_of(model)
     tensors = []
     for shape in shapes:
-        sample = torch.randn(
-            shape,
-            generator=generator,
-            dtype=torch.float32,
-            device="cpu",
-        )
+        sample = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         tensors.append(sample.to(device, dtype))
     if listed:
         return Call((tensors,))

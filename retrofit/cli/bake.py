@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     metavar="DIR",
     required=True,
 )
-@options.option(
-    "--images",
-    "Maximum number of images.",
-    click.IntRange(4),
-    default=128,
-)
+@options.option("--images", "Maximum number of images.", click.IntRange(4), default=128)
 @options.option(
     "--tolerance", "Largest change in the output, in its standard deviations.", float, default=0.1
 )

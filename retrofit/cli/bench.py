@@ -39,18 +39,8 @@ if TYPE_CHECKING:
 @options.model
 @options.against("Reference to measure against (default: an artifact's source network).")
 @options.runtime
-@options.option(
-    "--mode",
-    "What to measure.",
-    ("both", "eval", "train"),
-    default="both",
-)
-@options.option(
-    "-b --batch-size",
-    "Images per batch.",
-    click.IntRange(2),
-    default=16,
-)
+@options.option("--mode", "What to measure.", ("both", "eval", "train"), default="both")
+@options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=16)
 @options.option(
     "--rounds", "Number of times each network is timed.", click.IntRange(3, 10_000), default=15
 )

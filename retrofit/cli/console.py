@@ -249,12 +249,7 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
             description = text
             if part:
                 description = f"{text}: {part}"
-            bar.update(
-                task,
-                completed=done,
-                total=total,
-                description=description,
-            )
+            bar.update(task, completed=done, total=total, description=description)
             now = console.get_time()
             if shown or now - written < _EVERY:
                 return

@@ -58,12 +58,7 @@ _ADVICE = (
 @options.command("convert", _HELP, to="The conversion")
 @options.model
 # Not `required` for click, whose error would list the targets on a line each.
-@options.option(
-    "--to",
-    f"{', '.join(TARGETS)}.  [required]",
-    tuple(TARGETS),
-    metavar="TARGET",
-)
+@options.option("--to", f"{', '.join(TARGETS)}.  [required]", tuple(TARGETS), metavar="TARGET")
 @options.option("-o --output", "File to write (default: NAME-TARGET.safetensors).", Path)
 @options.option(
     "--strength",

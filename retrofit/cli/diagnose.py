@@ -25,18 +25,8 @@ from retrofit.cli.console import emit, progress_bar, say
 )
 # On a CPU, memory of larger batches is handed back and asked for anew at every layer, which takes
 # as long as computing.
-@options.option(
-    "-b --batch-size",
-    "Images per batch.",
-    click.IntRange(2),
-    default=6,
-)
-@options.option(
-    "--channels",
-    "Channels per plot.",
-    click.IntRange(1),
-    default=20,
-)
+@options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
+@options.option("--channels", "Channels per plot.", click.IntRange(1), default=20)
 @options.device
 @options.option("--seed", "Random seed for channels, values and noise.", int, default=0)
 @options.option(

@@ -54,18 +54,8 @@ _AS_IT_IS = (
 @options.model
 @options.data
 @options.weights
-@options.option(
-    "-b --batch-size",
-    "Images per batch.",
-    click.IntRange(1),
-    default=64,
-)
-@options.option(
-    "-j --workers",
-    "Processes that decode images.",
-    click.IntRange(0),
-    default=2,
-)
+@options.option("-b --batch-size", "Images per batch.", click.IntRange(1), default=64)
+@options.option("-j --workers", "Processes that decode images.", click.IntRange(0), default=2)
 @options.precision
 @options.runtime
 @options.attack

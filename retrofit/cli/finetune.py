@@ -88,12 +88,7 @@ def _setting(name: str, field: dict[str, Any]) -> options.Decorator:
         off = f"--no-{flag[2:]}"
         if flag.startswith("--no-"):
             off = f"--{flag[5:]}"
-        return options.option(
-            f"{flag}/{off}",
-            text,
-            bool,
-            default=None,
-        )
+        return options.option(f"{flag}/{off}", text, bool, default=None)
     metavar = _NAMED.get(name) or "|".join(kind.get("enum", ())) or _METAVARS[kind["type"]]
     return options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)
 
@@ -110,12 +105,7 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-@click.command(
-    "finetune",
-    cls=options.Grouped,
-    groups=_GROUPS,
-    help=__doc__,
-)
+@click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
 @click.argument("model", required=False, shell_complete=options.complete_model)
 @options.option(
     "--recipe",

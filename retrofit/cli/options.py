@@ -163,12 +163,7 @@ def option(flags: str, help: str, kind: Any = str, **rest: Any) -> Decorator:
         kind = click.Choice(kind)
     taken = click.types.convert_type(click.Path(path_type=Path) if kind is Path else kind)
     rest = {"metavar": _METAVARS.get(taken.name), "is_flag": kind is bool or None, **rest}
-    return click.option(
-        *flags.split(),
-        type=taken,
-        help=help,
-        **rest,
-    )
+    return click.option(*flags.split(), type=taken, help=help, **rest)
 
 
 def _stacked(*options: Decorator) -> Decorator:
@@ -199,24 +194,14 @@ def _conversion_option(name: str, known: Option) -> Decorator:
     number = "F"
     if known.kind is int:
         number = "N"
-    return option(
-        flag,
-        text,
-        kind,
-        metavar="|".join([number, *known.words]),
-    )
+    return option(flag, text, kind, metavar="|".join([number, *known.words]))
 
 
 def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:
     """Make a command whose help has the groups of options below, and `groups`: title by first
     option.
     """
-    return click.command(
-        name,
-        cls=Grouped,
-        groups=GROUPS | groups,
-        help=help,
-    )
+    return click.command(name, cls=Grouped, groups=GROUPS | groups, help=help)
 
 
 def against(help: str) -> Decorator:

@@ -80,12 +80,7 @@ def _normal_quantiles(values: int) -> FloatArray:
     """Return what that many ordered values are plotted against: the normal quantiles of Filliben's
     medians of ranks.
     """
-    numbers = torch.arange(
-        1,
-        values + 1,
-        dtype=torch.float64,
-        device="cpu",
-    )
+    numbers = torch.arange(1, values + 1, dtype=torch.float64, device="cpu")
     ranks = (numbers - 0.3175) / (values + 0.365)
     ranks[-1] = 0.5 ** (1 / values)
     ranks[0] = 1 - ranks[-1]

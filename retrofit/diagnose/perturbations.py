@@ -103,12 +103,7 @@ def _relative_error(clean: Tensor, noisy: Tensor) -> float | None:
 
 def _noise_like(values: Tensor, generator: torch.Generator) -> Tensor:
     """Draw normal noise on the CPU, the same for every device."""
-    noise = torch.randn(
-        values.shape,
-        generator=generator,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu")
     return noise.to(values)
 
 

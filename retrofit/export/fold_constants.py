@@ -48,13 +48,7 @@ def replace_power_transforms(graph: FoldingGraph, fits: Mapping[Node, Fit]) -> N
         if fit.form == "affine":
             layers = frozenset([name])
         scale = transform.sign * fit.scale
-        before = AffineMap(
-            scale,
-            fit.shift,
-            1,
-            layers,
-            is_norm=True,
-        )
+        before = AffineMap(scale, fit.shift, 1, layers, is_norm=True)
         x: Any = node.args[0]
         for part in (before, *fit.parts):
             x = graph.insert(node, x, part)

@@ -98,12 +98,7 @@ class Run(PreparedRun):
             self.recipe.save(self.folder / run_state.RECIPE)
             # Its saving proves that the network can be built again.
             start = self.folder / run_state.START
-            self._write_artifact(
-                self.model,
-                start,
-                self.network.weights,
-                proved=False,
-            )
+            self._write_artifact(self.model, start, self.network.weights, proved=False)
         self.callback.started(self.folder)
         random_seed(self.recipe.seed, self.accelerator.process_index)
         self.checkpoint()

@@ -148,12 +148,7 @@ def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
     for axes, curves in zip(panels, _PANELS, strict=True):
         for key, label in curves.items():
             if rows[-1][key] is not None:
-                axes.plot(
-                    epochs,
-                    [row[key] for row in rows],
-                    ".-",
-                    label=label,
-                )
+                axes.plot(epochs, [row[key] for row in rows], ".-", label=label)
         if axes.lines:
             axes.legend(frameon=False)
     panels[-1].set_xlabel("epoch")

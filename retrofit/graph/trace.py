@@ -197,14 +197,7 @@ class Tracer(fx.Tracer):
         """Create a node, and note where the code under trace makes the call of a module or an
         activation.
         """
-        node = super().create_node(
-            kind,
-            target,
-            args,
-            kwargs,
-            *rest,
-            **options,
-        )
+        node = super().create_node(kind, target, args, kwargs, *rest, **options)
         if kind == "call_module":
             target = self.root.get_submodule(target)
         elif kinds.function_module(node) is None:
@@ -274,16 +267,10 @@ def _question(node: fx.Node) -> str | None:
         return _question_of_metadata(attribute, node)
     if getattr(node.target, "__module__", "") != "_operator":
         return None
-    parts = [_question_of_part(part) for part in node.args]
+    parts = [_question(part) if isinstance(part, fx.Node) else repr(part) for part in node.args]
     if None in parts:
         return None
     return f"{name} {parts}"
-
-
-def _question_of_part(part: Any) -> str | None:
-    if isinstance(part, fx.Node):
-        return _question(part)
-    return repr(part)
 
 
 def _question_of_metadata(attribute: str, node: fx.Node) -> str | None:
@@ -325,14 +312,11 @@ def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]
     raising: set[int] = set()
     leads_to_raise = False
     for step in reversed(steps):
-        leads_to_raise = _raises(step) or (leads_to_raise and _goes_straight_on(step))
+        is_raise = step.opname == "RAISE_VARARGS"
+        leads_to_raise = is_raise or (leads_to_raise and _goes_straight_on(step))
         if leads_to_raise:
             raising.add(step.offset)
     return {step.offset: step for step in steps}, raising
-
-
-def _raises(step: dis.Instruction) -> bool:
-    return step.opname == "RAISE_VARARGS"
 
 
 def _goes_straight_on(step: dis.Instruction) -> bool:

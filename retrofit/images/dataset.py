@@ -199,12 +199,7 @@ class ImageData:
     ) -> "ImageData":
         targets = [outputs[name] for name in self.names or ()]
         self.images.target_transform = targets.__getitem__
-        return replace(
-            self,
-            outputs=max(targets) + 1,
-            matched=matched,
-            names=names,
-        )
+        return replace(self, outputs=max(targets) + 1, matched=matched, names=names)
 
 
 def _part_folder(data_dir: FileName, split: str) -> Path | None:
@@ -284,12 +279,7 @@ def open_images(
         images = LabelledImages(_digits(split in _TRAIN_NAMES), mode)
         data = _of_classes(images, "0123456789")
     elif dataset.lower() in _FOLDERS and data_dir is not None:
-        data = _of_files(
-            data_dir,
-            split,
-            mode,
-            topmost=bool(dataset),
-        )
+        data = _of_files(data_dir, split, mode, topmost=bool(dataset))
     else:
         data = _named(data_dir, dataset, split, mode, class_map)
     return data.mapped(class_map, labels)
@@ -317,13 +307,7 @@ def _of_files(data_dir: FileName, split: str, mode: str, topmost: bool) -> Image
 
 
 def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()) -> ImageData:
-    return ImageData(
-        images,
-        len(classes),
-        len(classes),
-        names=tuple(classes),
-        notes=notes,
-    )
+    return ImageData(images, len(classes), len(classes), names=tuple(classes), notes=notes)
 
 
 def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
@@ -362,13 +346,7 @@ def _named(
     if class_map is not None:
         mapped = {"class_map": read_class_map(class_map)}
     try:
-        images = create_dataset(
-            dataset,
-            root=root,
-            split=split,
-            input_img_mode=mode,
-            **mapped,
-        )
+        images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
     # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
     except Exception as error:
         raise RetrofitError(
@@ -421,12 +399,7 @@ def sample_loader(
     rows = [row * total // count for row in range(count)]
     # A loader draws a number even without workers: not from the user's generator.
     generator = torch.Generator(torch.get_default_device())
-    return DataLoader(
-        Subset(data.images, rows),
-        batch_size,
-        collate_fn=batch,
-        generator=generator,
-    )
+    return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=generator)
 
 
 def sample_batches(

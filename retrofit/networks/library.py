@@ -118,12 +118,7 @@ def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> U
             f"{text} is no network's name; give an artifact (*.safetensors) or the name of a "
             "network"
         )
-    close = difflib.get_close_matches(
-        sought.lower(),
-        names,
-        n=5,
-        cutoff=cutoff,
-    )
+    close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
     close.sort(key=lambda name: not name.startswith(sought.lower()))
     forms = (
         "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or "

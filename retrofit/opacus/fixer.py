@@ -49,12 +49,7 @@ def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
     options: dict[str, Any] = {}
     if to == "gn":
         options["groups"] = groups
-    holder, _ = convert(
-        nn.Sequential(module),
-        to,
-        check=False,
-        **options,
-    )
+    holder, _ = convert(nn.Sequential(module), to, check=False, **options)
     if to != "frozen":
         set_strength(holder, 1.0)
     new = plain_layer(holder.get_submodule("0"))

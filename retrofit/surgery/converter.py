@@ -123,16 +123,7 @@ class Converter(ABC):
         for norm, why in sites.uncovered.items():
             if norm in converted and why not in known_reasons:
                 reason = f"what follows its norm is unknown: {why}"
-                rows.append(
-                    EditRow(
-                        f"after {norm}",
-                        "unknown",
-                        "",
-                        "left",
-                        reason,
-                        norm=norm,
-                    )
-                )
+                rows.append(EditRow(f"after {norm}", "unknown", "", "left", reason, norm=norm))
         return rows
 
 
@@ -152,12 +143,7 @@ def _activation_row(
     )
     if problem:
         return row
-    return replace(
-        row,
-        target=target,
-        status="converted",
-        options=settle(site),
-    )
+    return replace(row, target=target, status="converted", options=settle(site))
 
 
 def converter_for(to: str) -> Converter:

@@ -161,12 +161,7 @@ def _fitted_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
         return norm
     formula = proved_formula(norm.module, KNOWN, shapes)
     if isinstance(formula, Formula):
-        return replace(
-            norm,
-            kind=formula.kind,
-            family=KNOWN[formula.kind],
-            formula=formula,
-        )
+        return replace(norm, kind=formula.kind, family=KNOWN[formula.kind], formula=formula)
     reason = (
         f"it is {norm.known_class} on random inputs, but not on those of the shape that the "
         "network gives it"
@@ -201,14 +196,7 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     base = _base_of(module)
     formula = proved_formula(module, KNOWN)
     if isinstance(formula, Formula):
-        return NormLayer(
-            name,
-            module,
-            formula.kind,
-            KNOWN[formula.kind],
-            "known",
-            formula=formula,
-        )
+        return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
     reason = f"no converter knows {kind}"
     if base is not None:
         reason = f"derived from {base[0]}, and {formula}"

@@ -308,13 +308,7 @@ def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool
             if is_setup or function.__code__ == method:
                 continue
             for name, module in named:
-                if _uses(
-                    function.__code__,
-                    name,
-                    owner,
-                    module,
-                    calls=module is not conv,
-                ):
+                if _uses(function.__code__, name, owner, module, calls=module is not conv):
                     return True
     return False
 
@@ -341,12 +335,7 @@ def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls:
     shape (or calls it, with `calls`).
     """
     steps = list(instructions(code))
-    around = zip(
-        [steps[0], *steps],
-        steps,
-        [*steps[1:], steps[-1]],
-        strict=False,
-    )
+    around = zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False)
     for before, step, after in around:
         if (step.opname, step.argval) == ("LOAD_CONST", name):
             return True

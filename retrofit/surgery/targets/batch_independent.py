@@ -193,12 +193,7 @@ class BatchIndependentConverter(Converter):
         if self._drops_shift(layer, options, sites):
             settled["bias"] = False
         cls = MigratedGroupNormAct if hasattr(module, "act") else MigratedGroupNorm
-        return layer.row(
-            "converted",
-            reason,
-            cls.__name__,
-            **settled,
-        )
+        return layer.row("converted", reason, cls.__name__, **settled)
 
     def _drops_shift(self, layer: NormLayer, options: ConversionOptions, sites: Sites) -> bool:
         """Whether the layer is the last of an EfficientNet block that is to be trained from scratch
@@ -314,12 +309,7 @@ def _measure(norm: Any, changes: dict[int, Tensor], _: nn.Module, args: tuple[Te
     """
     (x,) = args
     statistics = norm.running_mean, norm.running_var
-    kept = functional.batch_norm(
-        x,
-        *statistics,
-        norm.weight,
-        eps=norm.eps,
-    )
+    kept = functional.batch_norm(x, *statistics, norm.weight, eps=norm.eps)
     power = kept.double().square().sum()
     divisors = [n for n in range(1, _MOST_GROUPS + 1) if x.shape[1] % n == 0]
     for groups in divisors:

@@ -354,13 +354,7 @@ class DecorrelatedConverter(NormalityConverter):
         remark = ""
         if size != most:
             remark = f"whitened {size} channels at a time: {most} do not divide {channels} channels"
-        return layer.row(
-            "converted",
-            remark,
-            cls,
-            **self.layer_options(options),
-            group_size=size,
-        )
+        return layer.row("converted", remark, cls, **self.layer_options(options), group_size=size)
 
     def layer_options(self, options: ConversionOptions) -> dict[str, Any]:
         return {}

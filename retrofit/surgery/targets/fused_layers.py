@@ -105,13 +105,7 @@ class FusedConverter(Converter):
                 continue
             activated = any(site.activation is not None for site in calls)
             settled, remark = self.layer_options(layer, options)
-            row = layer.row(
-                "converted",
-                remark,
-                self.layer,
-                apply_act=activated,
-                **settled,
-            )
+            row = layer.row("converted", remark, self.layer, apply_act=activated, **settled)
             rows.append(row)
         converted = {row.name for row in rows if row.status == "converted"}
         edits = self.plan_activations(model, sites, converted, self.layer, lambda _: {})

@@ -47,14 +47,7 @@ def plan_convolutions(
         around = _norms_around(name, norms) or norms[passed : passed + 1] or norms[-1:]
         if converted.isdisjoint(around):
             reason = "the norms of its block are not converted"
-        row = EditRow(
-            name,
-            type(module).__name__,
-            "",
-            "left",
-            reason,
-            kind="convolution",
-        )
+        row = EditRow(name, type(module).__name__, "", "left", reason, kind="convolution")
         if not reason:
             row = _standardized_row(row, calls, restore)
         rows.append(row)
@@ -133,13 +126,7 @@ def standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
     sizes = conv.in_channels, conv.out_channels, conv.kernel_size
     placed = {"device": conv.weight.device, "dtype": conv.weight.dtype}
     new = adopt(
-        _STANDARDIZED[type(conv)](
-            *sizes,
-            groups=conv.groups,
-            scale=scale,
-            strength=0.0,
-            **placed,
-        ),
+        _STANDARDIZED[type(conv)](*sizes, groups=conv.groups, scale=scale, strength=0.0, **placed),
         conv,
     )
     if restore:
