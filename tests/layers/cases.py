@@ -11,6 +11,7 @@ import pytest
 import torch
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from retrofit import layers, set_strength
 
@@ -200,3 +201,19 @@ def assert_same_gradient(
     out.backward(g)
     expected.backward(g)
     torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=atol)
+
+
+def gradients_when_recomputed(layer: Any, x: Tensor) -> list[Tensor]:
+    """gamma's gradient from a run, and from one that is recomputed with another random state, as
+    activation checkpointing without the state does: both of the noise of the second run.
+    """
+    grad = torch.randn_like(x)
+    gradients = []
+    for run in (layer, partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)):
+        torch.manual_seed(0)
+        out = run(x)
+        torch.manual_seed(1)
+        if run is layer:
+            out = run(x)
+        gradients.append(torch.autograd.grad(out, layer.weight, grad)[0])
+    return gradients

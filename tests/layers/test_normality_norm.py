@@ -3,13 +3,11 @@ formulas.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests import oracles as oracle
 from tests.layers.cases import (
@@ -20,6 +18,7 @@ from tests.layers.cases import (
     affine_of,
     as_sets,
     assert_same_gradient,
+    gradients_when_recomputed,
     on,
     randomise,
 )
@@ -71,15 +70,7 @@ def test_gradients_are_of_the_noise_that_is_drawn_when_the_layer_is_recomputed(c
     did.
     """
     layer, x = case.ours(noise=0.5, **{case.affine: True}), case.input()
-    grad, gradients = torch.randn_like(x), []
-    for run in (layer, partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)):
-        torch.manual_seed(0)
-        out = run(x)
-        torch.manual_seed(1)
-        if run is layer:
-            out = run(x)
-        gradients.append(torch.autograd.grad(out, layer.weight, grad)[0])
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients_when_recomputed(layer, x))
 
 
 @pytest.mark.parametrize("case", [CASES["batch2d"], CASES["group"], WHITENED])

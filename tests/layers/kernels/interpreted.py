@@ -4,7 +4,6 @@
 
 import copy
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import triton
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
 from triton import language as tl
 
 from retrofit.layers import (
@@ -25,6 +23,7 @@ from retrofit.layers import (
 )
 from retrofit.layers.kernels import plan, self_test
 from retrofit.layers.kernels.self_test import Case
+from tests.layers.cases import gradients_when_recomputed
 from tests.layers.kernels import test_agree
 
 ours, CPU = kernels._module("triton"), torch.device("cpu")
@@ -190,16 +189,8 @@ def test_gradients_are_of_the_noise_that_is_drawn_when_the_layer_is_recomputed(
 ) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     layer = BatchNormalNorm2d(3, noise=0.5)
-    x, grad = torch.randn(9, 3, 2, 1), torch.randn(9, 3, 2, 1)
-    gradients = []
-    for run in (layer, partial(checkpoint, layer, use_reentrant=False, preserve_rng_state=False)):
-        torch.manual_seed(0)
-        out = run(x)
-        torch.manual_seed(1)
-        if run is layer:
-            out = run(x)
-        gradients.append(torch.autograd.grad(out, layer.weight, grad)[0])
-    torch.testing.assert_close(*gradients)
+    x = torch.randn(9, 3, 2, 1)
+    torch.testing.assert_close(*gradients_when_recomputed(layer, x))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.4])
