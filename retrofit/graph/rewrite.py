@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import fx, nn
 
-from retrofit.graph import kinds
+from retrofit.graph import recognition
 from retrofit.graph.sites import Activation, Site
-from retrofit.graph.source import RewriteError, code_in, file_tree
+from retrofit.graph.source_code import RewriteError, code_in, file_tree
 
 
 class _Edit(NamedTuple):
@@ -283,7 +283,7 @@ class _Replacement(ast.NodeTransformer):
         if value is None or isinstance(value, ast.Starred):
             raise RewriteError(f"{self.label} hides its input")
         others = []
-        if kinds.takes_constants(edit.target):
+        if recognition.takes_constants(edit.target):
             others = [*values, *named.values()]
         try:
             for other in others:

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch import fx, nn
 
-from retrofit.graph import kinds
-from retrofit.graph.flow import Flow, Flows
-from retrofit.graph.source import callee
+from retrofit.graph import recognition
+from retrofit.graph.dataflow import Flow, Flows
+from retrofit.graph.source_code import callee
 from retrofit.graph.trace import Place, call_name
 from retrofit.utils.text import shortlist
 
@@ -107,7 +107,9 @@ class Sites:
         return f"{shortlist([*self.untraced])} cannot be traced ({cause})"
 
 
-def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm) -> Sites:
+def find_sites(
+    model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
+) -> Sites:
     """Find every call of the norms asked for, and which activation follows. The model is traced in
     evaluation and in training, on every path through its code, and not changed; what a site says
     holds on all of them.
@@ -282,7 +284,7 @@ class _Search(Flows):
             if place not in claimed:
                 yield self._unclaimed(place, sites)
         for module in self.names:
-            if kinds.is_norm(module) and not self.is_norm(module):
+            if recognition.is_norm(module) and not self.is_norm(module):
                 yield from self._inside_other_norm(module)
             if module in self.activations and not self._is_seen(module):
                 yield self._unseen(module)
@@ -297,7 +299,7 @@ class _Search(Flows):
 
     @cached_property
     def _parts(self) -> set[nn.Module]:
-        norms = filter(kinds.is_norm, self.names)
+        norms = filter(recognition.is_norm, self.names)
         return {child for holder in (*norms, *self.activations) for child in holder.children()}
 
     def uncovered(self, sites: dict[Place, Site]) -> dict[str, str]:
@@ -310,7 +312,9 @@ class _Search(Flows):
         """Why a module could not be traced, by its class and name."""
         failures = self.failures.items()
         return {
-            self.label(module): cause for module, cause in failures if kinds.has_forward(module)
+            self.label(module): cause
+            for module, cause in failures
+            if recognition.has_forward(module)
         }
 
     def _unclaimed(self, place: Place, sites: dict[Place, Site]) -> UnmatchedActivation:
@@ -365,9 +369,9 @@ class _Search(Flows):
         """Why no trace shows what a module holds; empty if one does."""
         if holder not in self.traceable:
             return "holds none of the norms asked for"
-        if holder in self.failures and kinds.has_forward(holder):
+        if holder in self.failures and recognition.has_forward(holder):
             return f"cannot be traced: {self.failures[holder]}"
-        if kinds.is_leaf(holder):
+        if recognition.is_leaf(holder):
             return "is one step to the trace, with all that it holds"
         return ""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from retrofit.graph import kinds
+from retrofit.graph import recognition
 from retrofit.utils.running import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
@@ -94,7 +94,7 @@ class Tracer(fx.Tracer):
     def __init__(
         self, is_leaf: Callable[[nn.Module], bool], decisions: tuple[bool, ...] = ()
     ) -> None:
-        super().__init__(autowrap_functions=kinds.wrapped_functions())
+        super().__init__(autowrap_functions=recognition.wrapped_functions())
         self.is_leaf = is_leaf
         self.decisions = decisions
         # Where each call of a module or an activation is made.
@@ -200,7 +200,7 @@ class Tracer(fx.Tracer):
         node = super().create_node(kind, target, args, kwargs, *rest, **options)
         if kind == "call_module":
             target = self.root.get_submodule(target)
-        elif kinds.function_module(node) is None:
+        elif recognition.function_module(node) is None:
             return node
         callers = _callers()
         self.places[node] = self._place(target, callers)
@@ -263,7 +263,7 @@ def _question(node: fx.Node) -> str | None:
     attribute = name
     if name == "getattr":
         attribute = str(node.args[1])
-    if attribute in kinds.METADATA:
+    if attribute in recognition.METADATA:
         return _question_of_metadata(attribute, node)
     if getattr(node.target, "__module__", "") != "_operator":
         return None

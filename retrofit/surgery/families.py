@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from retrofit.graph.source import instructions, methods_of
+from retrofit.graph.source_code import instructions, methods_of
 from retrofit.layers import StrengthMixin
 from retrofit.registry import FAMILIES
 from retrofit.surgery.plan_and_report import LayerRow, Status

@@ -15,10 +15,10 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from retrofit.errors import RetrofitError
-from retrofit.graph import kinds
-from retrofit.graph.flow import Flow, Flows
+from retrofit.graph import recognition
+from retrofit.graph.dataflow import Flow, Flows
 from retrofit.graph.rewrite import replace_module
-from retrofit.graph.source import instructions, methods_of
+from retrofit.graph.source_code import instructions, methods_of
 from retrofit.graph.trace import VARIADIC
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
@@ -148,7 +148,7 @@ def _problem(layer: nn.Module) -> str:
         layer.plain_layer()
     except RetrofitError as error:
         return str(error).partition(": ")[2]
-    if kinds.is_altered(layer):
+    if recognition.is_altered(layer):
         return "it has hooks, or a forward of its own; remove them first"
     return ""
 
@@ -250,7 +250,9 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
     while node is not None and len(flow.consumers(node)) == 1:
         module = flow.modules.get(node)
         if not isinstance(module, nn.Identity):
-            if not isinstance(module, nn.modules.conv._ConvNd) or not kinds.is_plain_affine(module):
+            if not isinstance(module, nn.modules.conv._ConvNd) or not recognition.is_plain_affine(
+                module
+            ):
                 return None
             if any(_has_other_paths(flow, call) for call in (norm, node)):
                 return None

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from retrofit.graph.source import methods_of
+from retrofit.graph.source_code import methods_of
 from retrofit.utils.snapshot import left_as_it_was
 
 _EPSILONS = (1e-5, 1e-6, 1e-3, 1e-12)

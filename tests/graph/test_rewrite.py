@@ -22,7 +22,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
 from retrofit.graph.sites import find_sites
-from retrofit.graph.source import RewriteError
+from retrofit.graph.source_code import RewriteError
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.surgery.families import find_norms
 from retrofit.utils.answers import tensors_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import retrofit
-from retrofit.graph.flow import Flows
+from retrofit.graph.dataflow import Flows
 from retrofit.graph.sites import Activation, find_sites
 from retrofit.surgery import converter
 from tests.graph import blocks

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrofit.graph.flow import Flow, Flows, reached
+from retrofit.graph.dataflow import Flow, Flows, reached
 from retrofit.layers import weight_standardization
 from retrofit.surgery.converter import adopt
 from retrofit.surgery.families import classify, find_norms

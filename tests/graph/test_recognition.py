@@ -14,7 +14,7 @@ from timm.models.metaformer import SquaredReLU, StarReLU
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from retrofit.graph import kinds
+from retrofit.graph import recognition
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.relu": torch.relu, "logsigmoid": F.logsigmoid, "sigmoid": torch.sigmoid,
@@ -36,8 +36,8 @@ def nodes(call: Callable[[Tensor], Tensor]) -> list[fx.Node]:
     def calling(x: Tensor) -> Tensor:
         return call(x)
 
-    graph = fx.Tracer(autowrap_functions=kinds.wrapped_functions()).trace(calling)
-    if call in kinds.wrapped_functions():  # fx wraps names in a module's globals, not others
+    graph = fx.Tracer(autowrap_functions=recognition.wrapped_functions()).trace(calling)
+    if call in recognition.wrapped_functions():  # fx wraps names in a module's globals, not others
         graph = fx.Graph()
         graph.output(graph.call_function(call, (graph.placeholder("x"),)))
     return [node for node in graph.nodes if node.op.startswith("call")]
@@ -46,8 +46,8 @@ def nodes(call: Callable[[Tensor], Tensor]) -> list[fx.Node]:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_module_of_a_call_does_the_same(name: str) -> None:
     (node,) = nodes(CALLS[name])
-    module: Any = kinds.function_module(node)
-    assert kinds.is_activation(module)
+    module: Any = recognition.function_module(node)
+    assert recognition.is_activation(module)
     x = torch.linspace(-8, 8, 101, dtype=torch.float64)
     torch.testing.assert_close(module(x), CALLS[name](x.clone()), rtol=0, atol=1e-12)
     assert not getattr(module, "inplace", False)
@@ -55,7 +55,7 @@ def test_the_module_of_a_call_does_the_same(name: str) -> None:
 
 def test_other_calls_are_no_activations() -> None:
     for call in NOT_ACTIVATIONS:
-        assert all(kinds.function_module(node) is None for node in nodes(call))
+        assert all(recognition.function_module(node) is None for node in nodes(call))
 
 
 class Calls(nn.Module):  # answers as a function of itself does; may hold another activation
@@ -95,8 +95,8 @@ def counting(self: Any, x: Tensor) -> Tensor:
 )
 def test_activations_of_whatever_class(module: nn.Module) -> None:
     state, seed = dict(vars(module)), torch.get_rng_state()
-    assert kinds.is_activation(module)
-    assert kinds.is_activation(module.to("meta"))
+    assert recognition.is_activation(module)
+    assert recognition.is_activation(module.to("meta"))
     assert vars(module).keys() == state.keys()
     assert torch.equal(torch.get_rng_state(), seed)
 
@@ -113,7 +113,7 @@ def test_activations_of_whatever_class(module: nn.Module) -> None:
     ids=lambda module: type(module).__name__,
 )  # fmt: skip
 def test_other_modules_are_no_activations(module: nn.Module) -> None:
-    assert not kinds.is_activation(module)
+    assert not recognition.is_activation(module)
 
 
 def test_weights_that_are_changed_in_forward_take_no_fold() -> None:
@@ -121,10 +121,13 @@ def test_weights_that_are_changed_in_forward_take_no_fold() -> None:
     nn.utils.parametrize.register_parametrization(halved, "bias", nn.Identity())
     normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(2, 2, 1))
     assert all(
-        map(kinds.is_plain_affine, (nn.Conv2d(2, 2, 1), type("Simple", (nn.Conv3d,), {})(2, 2, 1)))
+        map(
+            recognition.is_plain_affine,
+            (nn.Conv2d(2, 2, 1), type("Simple", (nn.Conv3d,), {})(2, 2, 1)),
+        )
     )
     assert not any(
-        map(kinds.is_plain_affine, (StdConv2d(2, 2, 1), normed, halved, nn.BatchNorm2d(2)))
+        map(recognition.is_plain_affine, (StdConv2d(2, 2, 1), normed, halved, nn.BatchNorm2d(2)))
     )
 
 
@@ -142,7 +145,7 @@ def test_norms_and_drops_of_every_library() -> None:
         layers.InplaceAbn(2),
         ops.FrozenBatchNorm2d(2),
     )
-    assert all(map(kinds.is_norm, (*norms, *others)))
+    assert all(map(recognition.is_norm, (*norms, *others)))
     drops = (
         nn.Dropout2d(),
         nn.AlphaDropout(),
@@ -150,6 +153,6 @@ def test_norms_and_drops_of_every_library() -> None:
         layers.DropBlock2d(),
         ops.DropBlock2d(0.1, 3),
     )
-    assert all(map(kinds.is_drop, (*drops, ops.StochasticDepth(0.1, "row"))))
-    assert not any(map(kinds.is_norm, drops))
-    assert not any(map(kinds.is_drop, norms))
+    assert all(map(recognition.is_drop, (*drops, ops.StochasticDepth(0.1, "row"))))
+    assert not any(map(recognition.is_norm, drops))
+    assert not any(map(recognition.is_drop, norms))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from retrofit.graph import kinds
+from retrofit.graph import recognition
 from retrofit.graph.channel_moves import RESHAPINGS, listed, moved_channels
 from retrofit.graph.trace import BranchingPartsError, Tracer, call_name, reads_of_mode, traced
 from retrofit.utils.running import random_states_kept
@@ -22,7 +22,7 @@ from retrofit.utils.text import with_class
 # activation, linear, convolution, module, call, input and output; a constant is also a sum or a
 # product with constants.
 _CALLS = {
-    "metadata": " ".join(kinds.METADATA) + " assert",
+    "metadata": " ".join(recognition.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
     # All that `moved_channels` knows is among these.
@@ -208,7 +208,7 @@ class Flow:
 
     def activation(self, node: fx.Node) -> nn.Module:
         """The activation module that a node calls, or a fresh one that does the same."""
-        module = self.modules.get(node) or kinds.function_module(node)
+        module = self.modules.get(node) or recognition.function_module(node)
         # Only asked of a step that is an activation.
         assert module is not None
         return module
@@ -239,15 +239,15 @@ class Flow:
 
     def _module_step(self, module: nn.Module) -> str:
         """The kind of step that a call of a module is."""
-        if self._flows.is_norm(module) or kinds.is_norm(module):
+        if self._flows.is_norm(module) or recognition.is_norm(module):
             return "norm"
-        if kinds.is_altered(module):
+        if recognition.is_altered(module):
             return "module"
         if module in self._flows.activations:
             return "activation"
         if isinstance(module, nn.modules.pooling._AdaptiveAvgPoolNd):
             return _pool_step(module.output_size)
-        if kinds.is_drop(module):
+        if recognition.is_drop(module):
             return "same"
         return _kind_of_module(module)
 
@@ -265,7 +265,7 @@ def _call_step(node: fx.Node) -> str:
         if is_metadata:
             return "metadata"
         return "call"
-    if kind != "metadata" and kinds.function_module(node) is not None:
+    if kind != "metadata" and recognition.function_module(node) is not None:
         return "activation"
     if kind == "pool":
         return _pool_step(_second_argument(node, "output_size"))
@@ -310,7 +310,7 @@ class Flows:
     """
 
     def __init__(
-        self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = kinds.is_norm
+        self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
     ) -> None:
         self.is_norm = is_norm
         self.names = {module: name for name, module in model.named_modules()}
@@ -349,8 +349,8 @@ class Flows:
 
     def _trace_all(self, model: nn.Module) -> None:
         norms = set(filter(self.is_norm, self.names))
-        self.activations = set(filter(kinds.is_activation, self.names))
-        self._leaves = norms | self.activations | set(filter(kinds.is_leaf, self.names))
+        self.activations = set(filter(recognition.is_activation, self.names))
+        self._leaves = norms | self.activations | set(filter(recognition.is_leaf, self.names))
         holders = {module for module in self.names if self.inside[module] & norms}
         self.traceable = holders - norms
         self._cover(model)
@@ -384,7 +384,7 @@ class Flows:
 
     def _trace(self, module: nn.Module, training: bool) -> None:
         """Trace a module in one mode, or say why it cannot be."""
-        if not kinds.has_forward(module):
+        if not recognition.has_forward(module):
             self.failures[module] = "it has no forward"
             return
         try:
