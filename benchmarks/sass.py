@@ -217,6 +217,7 @@ def _loops(text: str) -> tuple[list[str], list[tuple[int, int]]]:
             if operation[1].startswith("BRA") and target:
                 jumps.append((len(code), target[1]))
             code.append(operation[1])
+    code = code[: _end(code)]
     spans = [(labels[to], at + 1) for at, to in jumps if labels.get(to, at + 1) <= at]
     inner = [
         (start, end)
@@ -224,6 +225,16 @@ def _loops(text: str) -> tuple[list[str], list[tuple[int, int]]]:
         if not any((a, b) != (start, end) and start <= a and b <= end for a, b in spans)
     ]
     return code, inner
+
+
+def _end(code: list[str]) -> int:
+    """Return where a program ends: behind it stand a jump to itself and NOPs, which fill the file
+    and are never reached.
+    """
+    end = len(code)
+    while end and code[end - 1] in ("NOP", "BRA"):
+        end -= 1
+    return end
 
 
 def _over_elements(loop: Operations) -> bool:

@@ -229,9 +229,9 @@ INSTRUCTIONS = {"bnn, channels_last": 150, "bnn, contiguous": 150}
 OF_MAPS = {
     "ln, channels_last": 30,
     # A set of 3136 takes a tile of 4096
-    "ln, contiguous": 54,
+    "ln, contiguous": 50,
     "ln with ProxyNorm SiLU, channels_last": 60,
-    "ln with ProxyNorm SiLU, contiguous": 90,
+    "ln with ProxyNorm SiLU, contiguous": 86,
     "ProxyNorm ReLU, channels_last": 30,
     "ProxyNorm SiLU, channels_last": 30,
     "ProxyNorm GELU, channels_last": 48,
