@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.bench import measure_files
 from retrofit.images.dataset import sample_batches
-from retrofit.networks.models import open_model
+from retrofit.networks.open_model import open_model
 from retrofit.utils.onnx_runtimes import RUNTIMES
 
 CONVOLUTIONAL: dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]] = {

@@ -34,7 +34,7 @@ import retrofit
 from retrofit.bench import measure_files
 from retrofit.images.dataset import sample_batches
 from retrofit.layers.batch_norm import RunningNormality
-from retrofit.networks.models import open_model
+from retrofit.networks.open_model import open_model
 from retrofit.utils.onnx_runtimes import RUNTIMES, open_onnx
 
 MODELS = ["resnet50", "tf_efficientnet_lite0", "vit_tiny_patch16_224"]

@@ -31,12 +31,12 @@ from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import evaluate
-from retrofit.finetune.fitting import with_classes
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
+from retrofit.finetune.run_network import with_classes
 from retrofit.images.dataset import open_images
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.open_model import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 

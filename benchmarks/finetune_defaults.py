@@ -25,7 +25,7 @@ from harness import Line, Recorded, command_line, grouped, markdown, publish
 from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
 from retrofit.finetune.run_report import RunCallback
-from retrofit.networks.models import open_model
+from retrofit.networks.open_model import open_model
 from retrofit.surgery import convert
 
 TARGETS = ["bnn", "ln", "gn", "ln-pn", "gn-pn", "BatchNorm"]

@@ -33,7 +33,7 @@ from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
 from retrofit.images.dataset import open_images, sample_loader
 from retrofit.layers import ProxyNorm, yeo_johnson
-from retrofit.networks.models import open_model
+from retrofit.networks.open_model import open_model
 
 DEPTH = 200
 WIDTH = 192

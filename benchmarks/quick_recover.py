@@ -33,7 +33,7 @@ from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
 from retrofit.finetune.run_report import RunCallback
 from retrofit.images.dataset import open_images
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.open_model import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from retrofit.evaluation import evaluate
 from retrofit.images.dataset import open_images, sample_batches
 from retrofit.layers import MigratedGroupNorm
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.open_model import Network, open_model
 from retrofit.surgery import convert, set_strength
 
 TARGETS: list[tuple[str, int | str | None]] = [

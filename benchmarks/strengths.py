@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.images.dataset import sample_batches
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.open_model import Network, open_model
 
 TARGETS: dict[str, dict[str, int]] = {"ln": {}, "gn-pn": {"groups": 2}, "bnn": {}}
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

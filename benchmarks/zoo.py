@@ -43,7 +43,7 @@ def build(name: str) -> Any:
     """The network with random weights, on the meta device if it builds there."""
     import torch
 
-    from retrofit.networks.library import build, parse
+    from retrofit.networks.model_sources import build, parse
 
     source = parse(name)
     try:
@@ -77,7 +77,7 @@ def survey(name: str, to: str) -> dict[str, Any]:
 
 def planned(model: Any, to: str) -> dict[str, Any]:
     """Plan a network's conversion; return what becomes of its layers."""
-    from retrofit.surgery.families import find_norms
+    from retrofit.surgery.norm_layers import find_norms
 
     norms = list(find_norms(model))
     plan = plan_of(model, norms, to)

@@ -26,8 +26,7 @@ from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.layers.weight_standardization import WeightStandardization
-from retrofit.utils.answers import tensors_of
-from retrofit.utils.running import (
+from retrofit.utils.forward_pass import (
     evaluating,
     hooked,
     images_of,
@@ -35,6 +34,7 @@ from retrofit.utils.running import (
     placement_of,
     put_back,
 )
+from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import one_line, plural
 
 TOLERANCE = 0.1
@@ -419,7 +419,7 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
         batches = []
         for batch in (call.select(few) for few in rows):
             answer = net(*batch.args, **batch.kwargs)
-            batches.append([tensor.float() for tensor in tensors_of(answer)])
+            batches.append([tensor.float() for tensor in tensors_in(answer)])
         together = [torch.cat(tensors) for tensors in zip(*batches, strict=True)]
         if not together or any(len(tensor) != call.batch for tensor in together):
             raise ValueError(f"its outputs are {[tuple(tensor.shape) for tensor in together]}")

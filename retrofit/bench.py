@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from retrofit.errors import RetrofitError
 from retrofit.record import check_size
+from retrofit.utils.forward_pass import autocast, memory_advice
 from retrofit.utils.onnx_runtimes import Runtime, metadata, open_onnx
-from retrofit.utils.running import autocast, memory_advice
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")

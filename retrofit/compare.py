@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, holds_boxes, parts_of_detector
-from retrofit.utils.answers import largest_gap, scale_of, tensors_of
-from retrofit.utils.running import hooked, undisturbed
+from retrofit.utils.forward_pass import hooked, undisturbed
+from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
 from retrofit.utils.text import with_class
 
 TOLERANCE = 1e-4
@@ -153,7 +153,7 @@ class _Answers:
             boxes = False
             for call in calls:
                 answer = call.on(model)
-                outputs.append([_kept(tensor) for tensor in tensors_of(answer)])
+                outputs.append([_kept(tensor) for tensor in tensors_in(answer)])
                 boxes = boxes or holds_boxes(answer)
         return cls(outputs, kept, boxes)
 

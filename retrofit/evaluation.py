@@ -22,8 +22,8 @@ from retrofit.errors import RetrofitError
 from retrofit.images.dataset import ImageData, heed_no_signals
 from retrofit.layers.strength import partial_state
 from retrofit.record import Preprocess
+from retrofit.utils.forward_pass import autocast, evaluating, memory_advice
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
-from retrofit.utils.running import autocast, evaluating, memory_advice
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import plural, printable, shortlist, shown, with_class
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
-from retrofit.utils.running import forked_random_state, hooked, placement_of, undisturbed
+from retrofit.utils.forward_pass import forked_random_state, hooked, placement_of, undisturbed
 from retrofit.utils.text import with_class
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]

@@ -18,7 +18,7 @@ from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
-from retrofit.utils.running import device_of, evaluating, hooked, input_of, modes_kept
+from retrofit.utils.forward_pass import device_of, evaluating, hooked, input_of, modes_kept
 
 _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     ours.BatchNormalNorm1d: ours.SyncBatchNormalNorm,

@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision.transforms.functional import crop, hflip
 from torchvision.transforms.functional import pad as pad_image
 
-from retrofit.networks.models import open_model
+from retrofit.networks.open_model import open_model
 from retrofit.surgery import convert
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

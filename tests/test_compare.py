@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from retrofit.compare import Comparison, Reference
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, example_calls, own_input_size
-from retrofit.surgery.families import find_norms
-from retrofit.utils.answers import tensors_of
+from retrofit.surgery.norm_layers import find_norms
+from retrofit.utils.output_tensors import tensors_in
 
 
 def reference(model: nn.Module, size: tuple[int, ...] | None = None) -> Reference:
@@ -225,7 +225,7 @@ def test_inputs_are_taken_as_they_are_and_survive_networks_that_overwrite_them(i
     check = Reference(Overwriting(), [call])
     result = check.compare(lambda x, mask=None: x * 2 + 1)
     assert (result.passed, result.batches, result.compared, result.scale) == (True, (2,), 10, 3)
-    assert all(torch.equal(t, torch.ones(2, 5)) for t in tensors_of(inputs))
+    assert all(torch.equal(t, torch.ones(2, 5)) for t in tensors_in(inputs))
     with pytest.raises(RetrofitError, match="leave one out"):
         example_calls(Overwriting(), inputs, (5,))
     with pytest.raises(

@@ -20,7 +20,7 @@ from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.registry import OPTIONS, TARGETS, Option, listed_targets, unregister_target
 from retrofit.surgery import Converter, LayerRow
 from retrofit.surgery.converter import adopt
-from retrofit.surgery.families import NormLayer
+from retrofit.surgery.norm_layers import NormLayer
 
 SIZE = (3, 12, 12)
 

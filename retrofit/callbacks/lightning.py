@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retrofit.callbacks.walk import Walk
+from retrofit.callbacks.strength_walk import Walk
 
 
 class LightningStrength(Walk, Callback):

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from retrofit.callbacks.walk import Walk
+from retrofit.callbacks.strength_walk import Walk
 
 
 class TransformersStrength(Walk, TrainerCallback, ExportableState):

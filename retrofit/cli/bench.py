@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from retrofit.bench import Cost, FileCost
-    from retrofit.networks.models import Network
+    from retrofit.networks.open_model import Network
 
     Measured = tuple[str, torch.device, dict[str, Any]]
 
@@ -113,7 +113,7 @@ def _opened(model: str, against: str | None, arguments: dict[str, Any]) -> dict[
     """Open a network and its reference, by the name to show."""
     from retrofit.cli.network import open_network
     from retrofit.networks.artifact import artifact_path
-    from retrofit.networks.library import build
+    from retrofit.networks.model_sources import build
     from retrofit.record import set_record
 
     builder = arguments["network"]

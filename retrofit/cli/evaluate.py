@@ -71,7 +71,7 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, **argument
     from retrofit.cli.network import open_data, open_network, placement, taken
     from retrofit.evaluation import ExportedFile, evaluate, open_exported
     from retrofit.layers.strength import odd_strengths
-    from retrofit.networks.models import Network
+    from retrofit.networks.open_model import Network
 
     network: Network | ExportedFile
     if Path(model).suffix == ".onnx":

@@ -43,7 +43,7 @@ from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.utils.text import plural, printable
 
 if TYPE_CHECKING:
-    from retrofit.networks.models import Network
+    from retrofit.networks.open_model import Network
 
 _SHORT = {"batch_size": "-b", "workers": "-j"}
 _GROUPS = {
@@ -158,7 +158,7 @@ def _resumed(
     folder: Path, network: str | None, values: dict[str, Any]
 ) -> tuple[Network, Recipe, Path]:
     """Return the network and the settings of the run in a folder."""
-    from retrofit.finetune.fitting import resume_network
+    from retrofit.finetune.run_network import resume_network
 
     recipe = folder / "recipe.yaml"
     reason = f"a run that goes on keeps its settings (to start another: --recipe {recipe})"
@@ -170,7 +170,7 @@ def _new(
     recipe: str | None, network: str | None, values: dict[str, Any]
 ) -> tuple[Network, Recipe, str | None]:
     """Return the network of a new run, its settings, and what builds a network of one's own."""
-    from retrofit.finetune.fitting import recipe_network
+    from retrofit.finetune.run_network import recipe_network
 
     run = load_recipe(recipe, values)
     if run.model is None or not run.model.startswith("py:"):

@@ -32,7 +32,7 @@ from retrofit.utils.text import ROOT, plural
 if TYPE_CHECKING:
     from torch import nn
 
-    from retrofit.surgery.families import NormLayer
+    from retrofit.surgery.norm_layers import NormLayer
 
 
 @options.command("inspect", __doc__, to="The conversion", full="Output")
@@ -52,8 +52,8 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     """
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
-    from retrofit.networks.models import open_model
-    from retrofit.surgery.families import find_norms, functional_norms
+    from retrofit.networks.open_model import open_model
+    from retrofit.surgery.norm_layers import find_norms, functional_norms
 
     opening = taken(arguments, open_model)
     # What is left are the options of a conversion.

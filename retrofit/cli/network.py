@@ -15,8 +15,8 @@ from retrofit.evaluation import ExportedFile
 from retrofit.images.dataset import ImageData, open_images, sample_batches
 from retrofit.layers.strength import strength_sentence
 from retrofit.networks.artifact import artifact_path
-from retrofit.networks.library import split_prefix
-from retrofit.networks.models import Network, open_model, weights_sentence
+from retrofit.networks.model_sources import split_prefix
+from retrofit.networks.open_model import Network, open_model, weights_sentence
 from retrofit.utils.files import ensure_writable
 from retrofit.utils.text import one_line
 

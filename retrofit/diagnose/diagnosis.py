@@ -33,8 +33,8 @@ from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm
 from retrofit.layers.base import lambda_values
-from retrofit.networks.models import Network
-from retrofit.utils.running import device_of, evaluating, hooked, without_image_rows
+from retrofit.networks.open_model import Network
+from retrofit.utils.forward_pass import device_of, evaluating, hooked, without_image_rows
 
 Batches = Sequence[Batch] | DataLoader[Any]
 Progress = Callable[[int, int, str], None]

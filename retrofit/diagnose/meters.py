@@ -31,7 +31,7 @@ from torch.func import functional_call
 
 from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
 from retrofit.layers.strength import strength_code
-from retrofit.surgery.families import find_norms
+from retrofit.surgery.norm_layers import find_norms
 
 FloatArray = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrofit.attack import Attack
 from retrofit.diagnose.meters import Probe
-from retrofit.utils.running import hooked
+from retrofit.utils.forward_pass import hooked
 
 Batch = tuple[Tensor, "Tensor | None"]
 

@@ -1,5 +1,5 @@
-from .api import export_onnx
 from .fold_network import fold
+from .onnx_export import export_onnx
 from .report import ExportReport
 
 __all__ = ["ExportReport", "export_onnx", "fold"]

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.export.power import POWER
+from retrofit.export.power_operator import POWER
 from retrofit.export.signature import GUARDS, refuse_other_calls
 from retrofit.inputs import Call
 from retrofit.layers import ProxyNorm, forms
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
-from retrofit.surgery.families import find_norms
+from retrofit.surgery.norm_layers import find_norms
+from retrofit.utils.forward_pass import copied_for_inference, device_of, random_states_kept, silence
 from retrofit.utils.progress import announced_if_slow
-from retrofit.utils.running import copied_for_inference, device_of, random_states_kept, silence
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import cause_of
 

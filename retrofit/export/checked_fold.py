@@ -14,12 +14,12 @@ from retrofit.export.approximation.choose import choose
 from retrofit.export.capture import Program, capture
 from retrofit.export.fold_constants import fold_program
 from retrofit.export.graph_nodes import layer_of
-from retrofit.export.power import Fit
+from retrofit.export.power_operator import Fit
 from retrofit.export.report import FoldedLayer
 from retrofit.export.request import Request
 from retrofit.inputs import Call
 from retrofit.layers.base import lambda_values
-from retrofit.utils.running import evaluating
+from retrofit.utils.forward_pass import evaluating
 
 REPORT_IT = "please report it, or raise `tolerance` if you can accept that"
 

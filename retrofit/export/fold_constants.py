@@ -18,7 +18,7 @@ from torch.fx import Node
 from retrofit.export.capture import Program
 from retrofit.export.folding_graph import LINEAR, AffineMap, FoldingGraph
 from retrofit.export.graph_nodes import ATEN, arguments, layer_of, shape_of, users_of
-from retrofit.export.power import POWER, Fit, Transform
+from retrofit.export.power_operator import POWER, Fit, Transform
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
 
 _NORM = ATEN._native_batch_norm_legit_no_training.default

@@ -17,9 +17,9 @@ from retrofit.compare import Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError
 from retrofit.export.capture import Program
 from retrofit.utils.files import OLD, atomic_write, ensure_writable, temporary_folder, writing
+from retrofit.utils.forward_pass import silence
 from retrofit.utils.onnx_runtimes import open_onnx
 from retrofit.utils.progress import announced_if_slow
-from retrofit.utils.running import silence
 from retrofit.utils.text import cause_of
 
 # Those that this is tested with

@@ -14,7 +14,7 @@ from retrofit.export.approximation.fit import MAX_DEGREE
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.record import unwrapped
-from retrofit.utils.running import copied, device_of, images_of, placement_of
+from retrofit.utils.forward_pass import copied, device_of, images_of, placement_of
 
 Fold = Literal["exact", "poly"]
 Precision = Literal["float32", "float16", "int8"]

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.data import Part
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_images import Part
 from retrofit.images.dataset import heed_no_signals
 from retrofit.record import Preprocess
-from retrofit.utils.running import other_random_states_kept
+from retrofit.utils.forward_pass import other_random_states_kept
 from retrofit.utils.text import one_line, shortlist
 
 # Epoch, and number of the image.

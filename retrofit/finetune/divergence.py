@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, StrengthMixin
-from retrofit.utils.running import device_of, evaluating, hooked
+from retrofit.utils.forward_pass import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
 

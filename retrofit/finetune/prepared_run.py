@@ -10,21 +10,21 @@ from timm.utils import ModelEmaV3, random_seed
 from torch import nn
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune import prepare
+from retrofit.finetune import training_setup
 from retrofit.finetune.batches import Batches
-from retrofit.finetune.data import Images, Part, open_data
 from retrofit.finetune.divergence import (
     ChanceWatch,
     StepGate,
 )
-from retrofit.finetune.fitting import fit_network, scores_of
 from retrofit.finetune.objective import Objective
 from retrofit.finetune.optimization import build_optimizer, build_scheduler
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
+from retrofit.finetune.run_images import Images, Part, open_data
+from retrofit.finetune.run_network import fit_network, scores_of
 from retrofit.finetune.run_report import Position, RunCallback
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.finetune.validation import validation_share
-from retrofit.networks.models import Network
+from retrofit.networks.open_model import Network
 from retrofit.running_statistics import sync_norms
 from retrofit.surgery import strength_layers
 
@@ -72,7 +72,7 @@ class PreparedRun:
         self.model = network.model.to(self.device).to(memory_format=layout).train()
         teacher = None
         if recipe.teacher == "source":
-            teacher = prepare.source_network(network, resumed=state is not None)
+            teacher = training_setup.source_network(network, resumed=state is not None)
         self.objective = Objective(recipe, outputs, teacher)
         classes: int | None = outputs
         target_network = teacher
@@ -114,11 +114,11 @@ class PreparedRun:
         recipe = self.recipe
         accelerator = self.accelerator
         batches = self.position.steps * recipe.grad_accum_steps
-        prepare.adjust_layers(self.model, recipe, batches, self.callback.note)
+        training_setup.adjust_layers(self.model, recipe, batches, self.callback.note)
         # Their statistics are as frozen as their weights.
         self.frozen_norms: list[nn.Module] = []
         if recipe.freeze == "all-but-norm":
-            self.frozen_norms = prepare.freeze_all_but_norm(
+            self.frozen_norms = training_setup.freeze_all_but_norm(
                 self.model, self.new_tensors, self.callback.note
             )
         self.average: Any = None
@@ -147,7 +147,7 @@ class PreparedRun:
             shape=recipe.strength_sched,
             ramp=recipe.strength_ramp,
             end=recipe.strength_end,
-            noise=recipe.noise if prepare.draws_noise(self.model) else None,
+            noise=recipe.noise if training_setup.draws_noise(self.model) else None,
             noise_start=recipe.noise_start,
             noise_ramp=recipe.noise_ramp,
         )

@@ -27,7 +27,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_report import Position, RunCallback, Step
 from retrofit.finetune.validation import validate
 from retrofit.networks import artifact
-from retrofit.networks.models import Network
+from retrofit.networks.open_model import Network
 from retrofit.running_statistics import local_norms, recentre, update_bn
 from retrofit.utils.text import shortlist
 

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy, evaluate, predictions
-from retrofit.finetune.data import Part
 from retrofit.finetune.processes import summed
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_images import Part
 from retrofit.images.dataset import ImageData
 from retrofit.record import Preprocess
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from retrofit.graph import recognition
 from retrofit.graph.channel_moves import RESHAPINGS, listed, moved_channels
 from retrofit.graph.trace import BranchingPartsError, Tracer, call_name, reads_of_mode, traced
-from retrofit.utils.running import random_states_kept
+from retrofit.utils.forward_pass import random_states_kept
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 

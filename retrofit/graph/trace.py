@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from retrofit.graph import recognition
-from retrofit.utils.running import modes_kept
+from retrofit.utils.forward_pass import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

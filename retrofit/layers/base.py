@@ -23,7 +23,7 @@ from retrofit.layers.gaussianization import NoiseKind, estimate
 from retrofit.layers.kernels.eager import Running
 from retrofit.layers.normality_norm import Normalization, normalize
 from retrofit.layers.strength import StrengthMixin, within_one
-from retrofit.utils.running import hooked
+from retrofit.utils.forward_pass import hooked
 
 
 class NormalityMixin(StrengthMixin):

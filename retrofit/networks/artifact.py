@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from retrofit import __version__, surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.strength import common_strength, refuse_partial_state
-from retrofit.networks import contents, library
-from retrofit.networks.contents import checksum, fill, misfit, tensors_of
+from retrofit.networks import model_sources, saved_state
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, damaged, is_artifact, seal
 from retrofit.networks.own_networks import class_source
 from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
 from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs, type_problem
+from retrofit.networks.saved_state import checksum, fill, misfit, state_tensors
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
-from retrofit.surgery.families import find_norms
+from retrofit.surgery.norm_layers import find_norms
 from retrofit.utils.files import atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable, with_class
 
@@ -53,7 +53,7 @@ def artifact_path(text: str) -> Path | None:
     Raises:
         RetrofitError: If the hub's repository is ours and its artifact cannot be fetched.
     """
-    prefix, name = library.split_prefix(text)
+    prefix, name = model_sources.split_prefix(text)
     if prefix == "hf-hub":
         return _fetched(text, name)
     if prefix == "local-dir":
@@ -74,7 +74,7 @@ def _fetched(text: str, name: str) -> Path | None:
     def fetch(file: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(repo_id, file, revision=revision or None))
 
-    with library.no_waiting_for_the_hub():
+    with model_sources.no_waiting_for_the_hub():
         try:
             config = json.loads(fetch(CONFIG).read_text("utf-8"))
         # What opens a network of timm's there says why it cannot.
@@ -142,8 +142,8 @@ def save(
         structure = model
     else:
         origin, structure = identify(model, known)
-    tensors = contents.to_write(model, structure)
-    preprocess = preprocess or record.preprocess or library.preprocess_of(model, origin)
+    tensors = saved_state.to_write(model, structure)
+    preprocess = preprocess or record.preprocess or model_sources.preprocess_of(model, origin)
     outputs = sample_outputs(model, preprocess.input_size)
     if not outputs.not_checked:
         _refuse_mixed_types(model, outputs)
@@ -157,7 +157,7 @@ def save(
         "labels": _labels_of(model, labels, outputs),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
         "strength": common_strength(model),
-        "training": contents.training_settings(model),
+        "training": saved_state.training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
         "versions": {"retrofit": __version__, **_versions()},
@@ -199,7 +199,7 @@ def _known_source(
     if source == "own":
         return class_source(model)
     if isinstance(source, str):
-        return library.with_options(library.parse(source), model_kwargs=model_kwargs)
+        return model_sources.with_options(model_sources.parse(source), model_kwargs=model_kwargs)
     if model_kwargs:
         raise UsageError(
             "`model_kwargs` are the arguments of a library's builder; say which with `source`"
@@ -325,7 +325,7 @@ def _check_target(model: nn.Module) -> None:
         raise RetrofitError(
             "the network to load into is converted already; pass it as it was before that"
         )
-    if any(tensor.is_meta for tensor in tensors_of(model).values()):
+    if any(tensor.is_meta for tensor in state_tensors(model).values()):
         raise RetrofitError(
             "the network to load into is on the meta device, without memory; build it on the CPU"
         )
@@ -364,13 +364,13 @@ def _built(
                 model = skeleton(manifest.source, plans)
             else:
                 model = surgery.replay(into, plans)
-        problem = misfit(tensors_of(model), contents.under_all_names(model, tensors))
+        problem = misfit(state_tensors(model), saved_state.under_all_names(model, tensors))
         if not problem:
             # The skeleton may be on the meta device.
             if into is None:
                 model = rebuilt(manifest.source, plans)
             fill(model, tensors)
-            contents.set_training_settings(model, manifest.training)
+            saved_state.set_training_settings(model, manifest.training)
     # A plan of other making may ask the layers for anything.
     except Exception as error:
         raise RetrofitError(

@@ -12,7 +12,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.contents import fits, list_misfit, tensors_of
+from retrofit.networks.saved_state import fits, list_misfit, state_tensors
 from retrofit.utils.text import one_line, printable, shortlist
 
 # BatchNorm's and AveragedModel's, which are no weights.
@@ -75,7 +75,7 @@ def load_into(
         loaded = _load_by_name(model, state, partial)
     broken = [
         name
-        for name, tensor in tensors_of(model).items()
+        for name, tensor in state_tensors(model).items()
         if not tensor.isfinite().all() and name not in loaded.left_random
     ]
     if broken:
@@ -114,7 +114,7 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
 
 def _load_fitting(model: nn.Module, state: Tensors) -> "_Misfit":
     """Load the tensors that fit by name, shape and type; return what does not."""
-    ours = tensors_of(model)
+    ours = state_tensors(model)
     state = _without_wrappers(ours, state)
     prefix = _prefix(ours, state)
     beside = weight_names(name for name in state if not name.startswith(prefix))
@@ -280,7 +280,7 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     fits then.
     """
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    ours = tensors_of(model)
+    ours = state_tensors(model)
     fitting = _count_fitting(ours, state)
     if convert is None or fitting == len(ours) == len(state):
         return state
@@ -301,7 +301,7 @@ def _count_fitting(ours: Tensors, state: Tensors) -> int:
 
 
 def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
-    ours = tensors_of(model)
+    ours = state_tensors(model)
     problem = _order_problem(ours, state)
     if problem is not None:
         raise RetrofitError(

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models import get_model_builder, list_models
 
 from retrofit.errors import RetrofitError
-from retrofit.networks import library, own_networks
-from retrofit.networks.contents import SETTINGS, misfit, tensors_of
+from retrofit.networks import model_sources, own_networks
+from retrofit.networks.saved_state import SETTINGS, misfit, state_tensors
 from retrofit.record import ModelSource, record_of
 from retrofit.surgery import Plan, plans_of, replay
-from retrofit.utils.running import hooked
+from retrofit.utils.forward_pass import hooked
 from retrofit.utils.text import printable
 
 # The most differing sizes that are tried as a number of classes: a classifier has one, a detector's head
@@ -74,7 +74,7 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
     Raises:
         RetrofitError: If the library builds another network; the message says what differs.
     """
-    known = source or record_of(model).source or library.timm_source(model)
+    known = source or record_of(model).source or model_sources.timm_source(model)
     candidates = _torchvision_sources(model)
     if known is not None:
         candidates = iter([known])
@@ -117,12 +117,12 @@ class _Miss:
 
 def _compared(model: nn.Module, source: ModelSource) -> tuple[ModelSource, nn.Module] | _Miss:
     """Build a source's skeleton and compare it with a network."""
-    ours = tensors_of(model)
+    ours = state_tensors(model)
     try:
         built = skeleton(source, plans_of(model))
     except RetrofitError as error:
         return _Miss(len(ours), str(error))
-    theirs = tensors_of(built)
+    theirs = state_tensors(built)
     alike = {name for name in ours.keys() & theirs.keys() if ours[name].shape == theirs[name].shape}
     unlike = (ours.keys() | theirs.keys()) - alike
     if unlike:
@@ -264,7 +264,7 @@ def skeleton(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
     """
     try:
         with torch.device("meta"):
-            return replay(library.build(source), plans)
+            return replay(model_sources.build(source), plans)
     except TooLargeError:
         raise
     # Some builders compute with values; then the real ones are needed
@@ -277,7 +277,7 @@ def rebuilt(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
     zero.
     """
     with torch.random.fork_rng(devices=[]), _NoRandomValues():
-        return replay(library.build(source), plans)
+        return replay(model_sources.build(source), plans)
 
 
 class _NoRandomValues(TorchDispatchMode):

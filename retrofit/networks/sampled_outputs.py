@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from retrofit.inputs import Call, input_shapes, takes_image_list
 from retrofit.record import check_size
-from retrofit.utils import answers
-from retrofit.utils.running import autocast, hooked, placement_of, undisturbed
+from retrofit.utils.forward_pass import autocast, hooked, placement_of, undisturbed
+from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import printable, with_class
 
 # Of the largest value; AVX2 and AVX-512 differ by some 1e-6 of it an operation.
@@ -48,7 +48,7 @@ class Sample:
         """Sample each of an output's tensors that is finite."""
         samples: list[float] = []
         scale = 0.0
-        for tensor in answers.tensors_of(output):
+        for tensor in tensors_in(output):
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
             flat = tensor.detach().flatten()

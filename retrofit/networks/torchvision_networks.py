@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models import WeightsEnum, get_model, get_model_builder, get_model_weights
 
 from retrofit.record import ModelSource, Preprocess
-from retrofit.utils.running import replaced
+from retrofit.utils.forward_pass import replaced
 
 
 def build(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:

@@ -17,7 +17,7 @@ that model must not have seen the private data.
 """
 
 from retrofit.opacus import gradients, opacus_validators
+from retrofit.opacus.batch_dependence import BatchDependence, check
 from retrofit.opacus.fixer import fix_batch_norm
-from retrofit.opacus.independence import BatchDependence, check
 
 __all__ = ["BatchDependence", "check", "fix_batch_norm", "gradients", "opacus_validators"]

@@ -11,13 +11,13 @@ from torch.func import functional_call, grad, vmap
 
 from retrofit.layers import ProxyNorm
 from retrofit.layers.frozen_batch_norm import TrainedAffine
-from retrofit.opacus.layer_kinds import OF_SAMPLES
+from retrofit.opacus.layer_classes import BATCH_INDEPENDENT
 
 # The name under which a copy of a proxy holds its norm.
 _NORM = "followed"
 
 
-@register_grad_sampler(OF_SAMPLES)
+@register_grad_sampler(BATCH_INDEPENDENT)
 def _per_sample_gradients(
     layer: nn.Module, activations: list[Tensor], backprops: Tensor
 ) -> dict[Any, Tensor]:

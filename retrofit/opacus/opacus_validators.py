@@ -24,14 +24,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from retrofit.layers import ProxyNorm
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.frozen_batch_norm import ConstantAffine
-from retrofit.opacus.layer_kinds import OF_BATCHES, OF_SAMPLES
+from retrofit.opacus.layer_classes import BATCH_DEPENDENT, BATCH_INDEPENDENT
 from retrofit.utils.text import ROOT, shortlist
 
 opacus_validate: Any = ModuleValidator.validate
 _opacus_add_hooks = GradSampleHooks.add_hooks
 
 
-@register_module_validator([*OF_BATCHES, BatchNormAct2d, SyncBatchNormAct])
+@register_module_validator([*BATCH_DEPENDENT, BatchNormAct2d, SyncBatchNormAct])
 def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
     name = type(module).__name__
     if getattr(module, "frozen", False):
@@ -43,7 +43,7 @@ def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
             )
         ]
     remedy = "ModuleValidator.fix(model) replaces it"
-    if type(module) in OF_BATCHES:
+    if type(module) in BATCH_DEPENDENT:
         remedy = "convert the source network to ln, gn or frozen instead"
     return [
         ShouldReplaceModuleError(
@@ -52,7 +52,7 @@ def _refuse_batch_statistics(module: nn.Module) -> list[UnsupportedModuleError]:
     ]
 
 
-@register_module_validator(OF_SAMPLES)
+@register_module_validator(BATCH_INDEPENDENT)
 def _refuse_randomness(module: Any) -> list[UnsupportedModuleError]:
     """Refuse running statistics that move in training, and noise: gradients come from a second run
     of the layer.
@@ -140,7 +140,7 @@ def _errors_of_buffers(model: nn.Module, mixing: set[nn.Module]) -> list[NotImpl
     constants = {
         id(buffer)
         for layer in model.modules()
-        if type(layer) in (*OF_SAMPLES, ConstantAffine)
+        if type(layer) in (*BATCH_INDEPENDENT, ConstantAffine)
         for buffer in layer.buffers()
     }
     return [

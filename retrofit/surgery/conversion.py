@@ -13,14 +13,14 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs, call_with
 from retrofit.layers.strength import StrengthMixin, check_strength, strength_layers
 from retrofit.record import network_in, set_record
-from retrofit.surgery.bypassed import refuse_bypassed
+from retrofit.surgery.bypassed_layers import refuse_bypassed
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.families import NormLayer, find_norms, fitted, functional_norms
+from retrofit.surgery.norm_layers import NormLayer, find_norms, fitted, functional_norms
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import Patterns, PlanRequest, plan_and_sites, refuse_constants
 from retrofit.surgery.source_run import HALF, run_source
-from retrofit.utils.running import images_of
+from retrofit.utils.forward_pass import images_of
 from retrofit.utils.text import plural, shortlist
 
 

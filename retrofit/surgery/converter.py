@@ -15,7 +15,7 @@ from retrofit.errors import UsageError
 from retrofit.graph.rewrite import rewrite_problem
 from retrofit.graph.sites import Site, Sites, find_sites
 from retrofit.registry import target_named
-from retrofit.surgery.families import NormLayer, classify
+from retrofit.surgery.norm_layers import NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.utils.divisors import largest_divisor
 

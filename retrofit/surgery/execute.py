@@ -12,11 +12,11 @@ from retrofit.errors import RetrofitError
 from retrofit.graph.sites import Site, Sites
 from retrofit.layers import ProxyNorm
 from retrofit.record import network_in, plans_of, set_record, unwrapped
-from retrofit.surgery import guards
+from retrofit.surgery import bypass_guards
 from retrofit.surgery.converter import Converter, converter_for
-from retrofit.surgery.families import NormLayer, find_norms
+from retrofit.surgery.norm_layers import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan, Report
-from retrofit.utils.running import device_of
+from retrofit.utils.forward_pass import device_of
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import plural
 
@@ -120,15 +120,15 @@ def execute(
             model.set_submodule(row.name, new)
     _have_proxies_follow(model, built)
     converted = set(built.values())
-    guards.keep_transformer_off_its_fast_path(model, converted)
+    bypass_guards.keep_transformer_off_its_fast_path(model, converted)
     notes = [
         plan.activations,
         _said_of_thawed(built),
         *converter.finish(model, plan, places),
-        guards.refuse_fusing(model, converted),
-        guards.stop_packing_of_masked_tokens(model, converted),
+        bypass_guards.refuse_fusing(model, converted),
+        bypass_guards.stop_packing_of_masked_tokens(model, converted),
     ]
-    guards.refuse_calls_of_sources({row.name: layers[row.name].module for row in rows})
+    bypass_guards.refuse_calls_of_sources({row.name: layers[row.name].module for row in rows})
     strength = None
     if converter.has_strength and device.type != "meta":
         strength = 0.0

@@ -26,9 +26,9 @@ from retrofit.layers.constant_maps import LinearMap
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
 from retrofit.record import forget_plans
-from retrofit.surgery.guards import allow_fusing
+from retrofit.surgery.bypass_guards import allow_fusing
 from retrofit.surgery.source_run import run_source
-from retrofit.utils.running import copied
+from retrofit.utils.forward_pass import copied
 from retrofit.utils.text import plural, shortlist
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

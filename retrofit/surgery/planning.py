@@ -16,7 +16,7 @@ from retrofit.graph.sites import Sites
 from retrofit.record import network_in
 from retrofit.registry import FAMILIES, target_named
 from retrofit.surgery.converter import Converter, converter_for
-from retrofit.surgery.families import NormLayer, find_norms, functional_norms
+from retrofit.surgery.norm_layers import NormLayer, find_norms, functional_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 from retrofit.utils.text import one_line, plural, shortlist
 

@@ -27,7 +27,7 @@ from retrofit.compare import Comparison
 from retrofit.evaluation import evaluate
 from retrofit.export import checked_fold
 from retrofit.images.dataset import open_images, sample_batches
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.open_model import Network, open_model
 from retrofit.record import Preprocess
 from tests.cli.conftest import Run, answer, complaint, done
 from tests.networks.conftest import FLAGS

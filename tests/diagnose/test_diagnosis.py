@@ -25,7 +25,7 @@ from retrofit.diagnose.plots import Plot, plots
 from retrofit.diagnose.report_folder import check_folder, write_report
 from retrofit.errors import RetrofitError
 from retrofit.images.dataset import open_images
-from retrofit.networks.models import Network
+from retrofit.networks.open_model import Network
 from retrofit.record import set_record
 from tests.networks.conftest import HALF
 from tests.pictures import write_folder

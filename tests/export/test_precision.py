@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.export import precision as narrow
-from retrofit.export.power import Polynomial
+from retrofit.export.power_operator import Polynomial
 from tests.export.networks import converted, images, norm, slow
 
 

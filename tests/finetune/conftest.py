@@ -10,11 +10,11 @@ from accelerate.state import AcceleratorState, GradientState
 
 import retrofit
 from retrofit.finetune import run_report
-from retrofit.finetune.fitting import resume_network
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import finetune
+from retrofit.finetune.run_network import resume_network
 from retrofit.finetune.run_report import Position, RunCallback, Step
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.open_model import Network, open_model
 from tests.networks.conftest import HALF
 from tests.pictures import write_folder
 

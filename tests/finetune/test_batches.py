@@ -12,8 +12,8 @@ import torch
 from timm.data import create_transform
 
 from retrofit.finetune.batches import Batches, Order
-from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_images import open_data
 from retrofit.finetune.run_state import random_state
 from retrofit.record import Preprocess
 from tests.finetune.conftest import assert_same

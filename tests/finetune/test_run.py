@@ -24,14 +24,14 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy
 from retrofit.finetune import run, run_report, validation
-from retrofit.finetune.data import open_data
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.recipe_files import load_recipe
+from retrofit.finetune.run_images import open_data
 from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers.strength import strength_code, strength_layers
 from retrofit.networks import artifact
-from retrofit.networks.models import open_model
+from retrofit.networks.open_model import open_model
 from retrofit.record import record_of
 from tests.finetune.conftest import DRAW, SMALL, Listener, Train, assert_same, small_network
 from tests.networks.conftest import HALF

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import retrofit
-from retrofit.callbacks.walk import Walk
+from retrofit.callbacks.strength_walk import Walk
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune import StrengthSchedule
 from retrofit.layers import BatchNormalNorm2d, MigratedGroupNorm

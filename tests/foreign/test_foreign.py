@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.surgery.families import find_norms
-from retrofit.utils.answers import tensors_of
+from retrofit.surgery.norm_layers import find_norms
+from retrofit.utils.output_tensors import tensors_in
 from tests.foreign.networks import NETWORKS, build
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -47,7 +47,7 @@ def answers(
     torch.manual_seed(0)
     with torch.no_grad():
         answer = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
-    return [tensor for tensor in tensors_of(answer) if tensor.is_floating_point()]
+    return [tensor for tensor in tensors_in(answer) if tensor.is_floating_point()]
 
 
 def assert_same(one: list[Tensor], other: list[Tensor], tolerance: float = 1e-3) -> None:

@@ -24,8 +24,8 @@ from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_p
 from retrofit.graph.sites import find_sites
 from retrofit.graph.source_code import RewriteError
 from retrofit.surgery.execute import unchanged_on_failure
-from retrofit.surgery.families import find_norms
-from retrofit.utils.answers import tensors_of
+from retrofit.surgery.norm_layers import find_norms
+from retrofit.utils.output_tensors import tensors_in
 from tests.graph import blocks
 
 tv = torchvision.models
@@ -54,7 +54,7 @@ def run(model: nn.Module, x: Tensor, training: bool) -> list[Tensor]:
     torch.manual_seed(1)
     model.train(training)
     x = x.clone().requires_grad_()
-    outputs = list(tensors_of(model(x)))
+    outputs = list(tensors_in(model(x)))
     loss = torch.stack([output.square().sum() for output in outputs]).sum()
     gradients = torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
     return [*outputs, *(gradient for gradient in gradients if gradient is not None)]

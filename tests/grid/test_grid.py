@@ -31,7 +31,7 @@ from retrofit.cli import main
 from retrofit.finetune import run
 from retrofit.finetune.recipe_files import load_recipe
 from retrofit.layers import StrengthMixin
-from retrofit.networks.models import open_model
+from retrofit.networks.open_model import open_model
 from retrofit.record import record_of
 from retrofit.surgery import TARGETS
 from tests.conftest import command_line

@@ -11,7 +11,7 @@ import pytest
 CLIENTS = {
     "test_callbacks.py",
     "test_clients.py",
-    "test_independence.py",
+    "test_batch_dependence.py",
     "test_opacus.py",
     "test_peft.py",
 }

@@ -23,9 +23,9 @@ from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import artifact
 from retrofit.networks.artifact import load, save
-from retrofit.networks.contents import checksum, tensors_of
-from retrofit.networks.library import build
 from retrofit.networks.manifest import is_artifact, read_manifest
+from retrofit.networks.model_sources import build
+from retrofit.networks.saved_state import checksum, state_tensors
 from retrofit.record import ModelSource, Preprocess, Record, record_of
 from retrofit.utils.files import sweep
 from tests.faults import faults_of, file_size_limit, injected
@@ -363,7 +363,7 @@ def test_a_tensor_of_a_type_that_the_network_does_not_run_with_is_refused(
     saved: Path, tmp_path: Path, name: str
 ) -> None:
     model = load(saved)
-    tensor = tensors_of(model)[name]
+    tensor = state_tensors(model)[name]
     tensor.data = tensor.data.double()
     problem = rf"float64 \({name}\).*with which it does not run"
     with refused(problem):

@@ -18,7 +18,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import retrofit
 from retrofit.surgery import TARGETS, converter_for
-from retrofit.surgery.families import KNOWN
+from retrofit.surgery.norm_layers import KNOWN
 from tests.layers.cases import assert_same_gradient
 from tests.surgery.networks import trained
 

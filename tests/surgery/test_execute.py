@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit import RetrofitError, UsageError
-from retrofit.surgery import Plan, apply, converter_for, guards, plan, set_strength, strength_of
+from retrofit.surgery import (
+    Plan,
+    apply,
+    bypass_guards,
+    converter_for,
+    plan,
+    set_strength,
+    strength_of,
+)
 from retrofit.surgery.targets.batch_independent import BatchIndependentConverter
 from tests.graph import blocks
 from tests.surgery.networks import Shared, mixed, trained
@@ -274,7 +282,7 @@ def test_a_failure_anywhere_leaves_the_network_as_it_was(
 
     for holder, name, function in (
         *((converter, "build", second), (converter, "finish", fail)),
-        (guards, "refuse_fusing", fail),
+        (bypass_guards, "refuse_fusing", fail),
     ):
         model = trained(Shared())
         before = state(model)

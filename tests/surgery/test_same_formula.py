@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit import surgery
 from retrofit.errors import RetrofitError
-from retrofit.surgery.families import classify
+from retrofit.surgery.norm_layers import classify
 
 X = torch.randn(2, 3, 5, 5)
 

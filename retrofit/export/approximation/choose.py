@@ -17,10 +17,10 @@ from retrofit.errors import RetrofitError
 from retrofit.export.approximation.fit import MAX_DEGREE, LayerFunction, PolynomialFitter
 from retrofit.export.approximation.samples import Observer
 from retrofit.export.graph_nodes import shape_of
-from retrofit.export.power import POWER, Fit, Transform
+from retrofit.export.power_operator import POWER, Fit, Transform
 from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
-from retrofit.utils.answers import largest_gap, scale_of, tensors_of
+from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
 
 # What a polynomial costs an element, as a share of what the exact transform costs there, is this for
 # each degree above 1: as benchmarks/export_latency.py shows for tf_efficientnet_lite0
@@ -143,7 +143,7 @@ def answers(
     """
     run = _Run(module, _modules_instead(module, fits or {}), observer)
     arguments = tree_leaves((call.args, dict(call.kwargs)))
-    return list(tensors_of(run.run(*arguments)))
+    return list(tensors_in(run.run(*arguments)))
 
 
 def _modules_instead(module: fx.GraphModule, fits: Mapping[Node, Fit]) -> dict[Node, nn.Module]:

@@ -29,14 +29,14 @@ from retrofit.surgery.converter import (
     adopt,
     group_count,
 )
-from retrofit.surgery.families import NormLayer
+from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.surgery.targets.standardized_convolutions import (
     plan_convolutions,
     said_of_convolutions,
     standardized,
 )
-from retrofit.utils.running import evaluating, hooked, images_of, placement_of
+from retrofit.utils.forward_pass import evaluating, hooked, images_of, placement_of
 from retrofit.utils.text import plural
 
 # Largest relative change of a layer's output that `most_groups` accepts

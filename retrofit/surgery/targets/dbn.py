@@ -22,7 +22,7 @@ from retrofit.layers.kernels.eager import affine, compute_dtype
 from retrofit.layers.normality_norm import Statistics, memory_format_of
 from retrofit.layers.transforms import differentiable_once, transformed
 from retrofit.registry import layer_named
-from retrofit.surgery.families import NormLayer
+from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
 from retrofit.surgery.targets.normality import NormalityConverter
 from retrofit.utils.divisors import largest_divisor

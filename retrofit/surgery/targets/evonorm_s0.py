@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 from retrofit.conversion_options import ConversionOptions
 from retrofit.layers.converted_layer import check_groups, hold_settings
 from retrofit.surgery.converter import group_count
-from retrofit.surgery.families import NormLayer
+from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.targets.fused_layers import FusedConverter, TrainedBatchNorm
 
 # The paper's number of groups.

@@ -14,7 +14,7 @@ from torch import nn
 from retrofit.conversion_options import ConversionOptions
 from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
 from retrofit.surgery.converter import Converter, adopt
-from retrofit.surgery.families import NormLayer
+from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
 
 

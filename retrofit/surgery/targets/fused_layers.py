@@ -20,7 +20,7 @@ from retrofit.errors import UsageError
 from retrofit.graph.rewrite import replace_activation
 from retrofit.graph.sites import Site, Sites
 from retrofit.surgery.converter import Converter, Decisions, activation_problem, adopt
-from retrofit.surgery.families import NormLayer
+from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 
 _MAPS = ("BatchNorm2d", "SyncBatchNorm", "BatchNormAct2d", "SyncBatchNormAct")

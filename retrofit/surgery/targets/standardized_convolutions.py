@@ -11,7 +11,7 @@ from torch import fx, nn
 from retrofit.graph.dataflow import Flow, Flows, reached
 from retrofit.layers import weight_standardization
 from retrofit.surgery.converter import adopt
-from retrofit.surgery.families import classify, find_norms
+from retrofit.surgery.norm_layers import classify, find_norms
 from retrofit.surgery.plan_and_report import EditRow
 from retrofit.utils.text import plural, shortlist
 

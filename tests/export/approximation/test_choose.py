@@ -23,7 +23,7 @@ from retrofit.export.approximation.choose import Candidate, allocations, answers
 from retrofit.export.capture import capture
 from retrofit.export.fold_constants import fold_program
 from retrofit.export.graph_nodes import layer_of
-from retrofit.export.power import Fit
+from retrofit.export.power_operator import Fit
 from retrofit.inputs import Call
 from tests.export.networks import norm
 

@@ -10,8 +10,8 @@ import torch
 from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.finetune.data import Images, Part, open_data
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_images import Images, Part, open_data
 from retrofit.images import dataset
 from retrofit.images.dataset import open_images
 from tests.finetune.test_batches import batches

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export import ExportReport, api, checked_fold, onnx_file
+from retrofit.export import ExportReport, checked_fold, onnx_export, onnx_file
 from retrofit.record import Preprocess, set_record
-from retrofit.utils.running import silence
+from retrofit.utils.forward_pass import silence
 from tests.export.networks import norm, slow
 
 LABELS = ["ant", "bee", "cat", "dog", "elk"]
@@ -135,7 +135,7 @@ def test_what_differs_leaves_no_file(
                 RetrofitError, match=r"folded network differs .* more than 0\.0001; .*`tolerance`"
             ):
                 export(model, path)
-    real = api.to_onnx
+    real = onnx_export.to_onnx
 
     def wrong(program: Any, *args: Any) -> Any:
         program.module.get_parameter("0.weight").add_(0.1)
@@ -143,7 +143,7 @@ def test_what_differs_leaves_no_file(
         program.module.get_parameter("0.weight").sub_(0.1)
         return written
 
-    monkeypatch.setattr(api, "to_onnx", wrong)
+    monkeypatch.setattr(onnx_export, "to_onnx", wrong)
     with pytest.raises(RetrofitError, match=r"more than 0\.0001"):
         export(model, path, fold="poly", calibrate=images, tolerance=0.5)
     assert not list(tmp_path.iterdir())
@@ -274,7 +274,10 @@ def test_weights_beside_the_file_are_replaced_with_it_and_the_report(
             export(model, path, **options)
         assert contents(tmp_path) == before
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for owner, name, said in ((api, "json_text", r".*net\.json"), (os, "replace", r".*net\.onnx")):
+    for owner, name, said in (
+        (onnx_export, "json_text", r".*net\.json"),
+        (os, "replace", r".*net\.onnx"),
+    ):
         refused = pytest.raises(RetrofitError, match=rf"^cannot write {said} \(.*\); free space")
         with mock.patch.object(owner, name, side_effect=full), refused:
             export(model, path, **options)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.utils.answers import tensors_of
-from retrofit.utils.running import (
+from retrofit.utils.forward_pass import (
     copied,
     device_of,
     forked_random_state,
@@ -26,6 +25,7 @@ from retrofit.utils.running import (
     kept_values,
     put_back,
 )
+from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import ROOT, shortlist, with_class
 
 # Largest share of a gradient, or of an output, that float32 rounding explains.
@@ -184,7 +184,7 @@ def _outputs(network: nn.Module, call: Call) -> list[Tensor]:
     buffers = kept_values(network.buffers())
     with forked_random_state(device_of(network)):
         try:
-            answer = list(tensors_of(call.on(network)))
+            answer = list(tensors_in(call.on(network)))
         # Anything may come out of a network's own code.
         except Exception as error:
             raise RetrofitError(
@@ -271,6 +271,6 @@ class _Probe:
     def _rows(self, module: nn.Module, call: Call, sample: int) -> list[Tensor]:
         buffers = kept_values(module.buffers())
         with forked_random_state(device_of(module)):
-            outputs = list(tensors_of(call.on(module.forward)))
+            outputs = list(tensors_in(call.on(module.forward)))
         put_back(buffers)
         return [y[sample].double() for y in outputs if _has_rows(y, self._batch)]

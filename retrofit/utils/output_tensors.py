@@ -12,7 +12,7 @@ from torch import Tensor, nn
 _NO_TENSORS = str | bytes | int | float | nn.Module | type | None
 
 
-def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+def tensors_in(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and
     other objects.
 
@@ -26,7 +26,7 @@ def tensors_of(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
         return
     seen.add(id(answer))
     for value in _held_by(answer):
-        yield from tensors_of(value, seen)
+        yield from tensors_in(value, seen)
 
 
 def _held_by(answer: Any) -> Iterable[Any]:

@@ -28,7 +28,7 @@ from torchvision.models import WeightsEnum, get_model, get_model_weights, list_m
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.artifact import load
-from retrofit.networks.library import build, labels_of, parse, preprocess_of, with_options
+from retrofit.networks.model_sources import build, labels_of, parse, preprocess_of, with_options
 from retrofit.networks.rebuild import TooLargeError, bounded_by, check_numbers, identify, skeleton
 from retrofit.record import ModelSource, record_of
 from tests.networks.conftest import refused, rewrite, shapes

@@ -11,7 +11,9 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.strength import common_strength
 from retrofit.networks import artifact
 from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
-from retrofit.networks.library import (
+from retrofit.networks.load_weights import Loaded, Match, load_into
+from retrofit.networks.manifest import Manifest, is_artifact
+from retrofit.networks.model_sources import (
     build,
     labels_of,
     parse,
@@ -19,8 +21,6 @@ from retrofit.networks.library import (
     weights_name,
     with_options,
 )
-from retrofit.networks.load_weights import Loaded, Match, load_into
-from retrofit.networks.manifest import Manifest, is_artifact
 from retrofit.networks.own_networks import class_source
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.finetune import fitting
-from retrofit.finetune.data import open_data
+from retrofit.finetune import run_network
 from retrofit.finetune.recipe import Recipe
-from retrofit.networks.library import build
-from retrofit.networks.models import Network, open_model
+from retrofit.finetune.run_images import open_data
+from retrofit.networks.model_sources import build
+from retrofit.networks.open_model import Network, open_model
 from retrofit.record import ModelSource, record_of, set_record
 from tests.finetune.conftest import assert_same, small_network
 
@@ -27,8 +27,8 @@ from tests.finetune.conftest import assert_same, small_network
 def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     network = open_model(name) if "squeeze" in name else small_network()
     old = {key: tensor.clone() for key, tensor in network.model.state_dict().items()}
-    changed, fresh = fitting.with_classes(network, 7)
-    assert fitting.scores_of(changed) == 7
+    changed, fresh = run_network.with_classes(network, 7)
+    assert run_network.scores_of(changed) == 7
     new = changed.model.state_dict()
     assert new.keys() == old.keys()
     for key, tensor in new.items():
@@ -39,7 +39,7 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
 @pytest.mark.slow
 def test_what_torchvision_builds_for_weights_stays() -> None:
     source = build(ModelSource("torchvision", "googlenet", {"weights": "IMAGENET1K_V1"}))
-    changed, fresh = fitting.with_classes(
+    changed, fresh = run_network.with_classes(
         Network(retrofit.convert(source, "bnn", check=False)[0]), 7
     )
     assert fresh == ("fc.weight", "fc.bias")
@@ -50,12 +50,12 @@ def test_what_torchvision_builds_for_weights_stays() -> None:
 def test_what_a_run_sets_on_a_layer_stays_and_what_was_set_by_hand_is_refused() -> None:
     network = small_network()
     network.model.layer1[0].bn1.noise, network.model.bn1.momentum = 0.25, 0.01
-    changed, _ = fitting.with_classes(network, 7)
+    changed, _ = run_network.with_classes(network, 7)
     assert (changed.model.layer1[0].bn1.noise, changed.model.bn1.momentum) == (0.25, 0.01)
     assert changed.model.fc.out_features == 7
     network.model.bn1.eps = 0.3
     with pytest.raises(RetrofitError, match=r"eps of bn1 is 0.3 here, 1e-05 in test_resnet"):
-        fitting.with_classes(network, 7)
+        run_network.with_classes(network, 7)
 
 
 def standing_for(
@@ -67,7 +67,7 @@ def standing_for(
 
 def test_a_network_whose_classifier_cannot_be_told() -> None:
     with pytest.raises(RetrofitError, match="cannot tell the classifier"):
-        fitting.with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
+        run_network.with_classes(standing_for(small_network(), nn.Sequential(nn.BatchNorm2d(3))), 7)
 
 
 class TwoHeads(
@@ -85,17 +85,17 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     with pytest.raises(
         RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"
     ):
-        fitting.scores_of(network, (3, 16, 16))
+        run_network.scores_of(network, (3, 16, 16))
     assert_same(network.model.state_dict(), before)
     assert all(module.training for module in network.model.modules())
     network = standing_for(network, body)
-    assert fitting.scores_of(network, (3, 16, 16)) == 4 * 12 * 12
+    assert run_network.scores_of(network, (3, 16, 16)) == 4 * 12 * 12
     set_record(network.model, preprocess=replace(network.preprocess, input_size=(3, 4, 4)))
     with pytest.raises(
         RetrofitError,
         match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size",
     ):
-        fitting.scores_of(network, (3, 16, 16))
+        run_network.scores_of(network, (3, 16, 16))
 
 
 def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
     network.model.layer1[0].bn1.running_lambda[0] = math.inf
     message = r"^layer1.0.bn1.running_lambda of test_resnet holds NaN or infinity before the first step; train from oth"
     with pytest.raises(RetrofitError, match=message):
-        fitting.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+        run_network.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
 
 
 DISTILLED = {"teacher": "source"}
@@ -149,9 +149,9 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
         with pytest.raises(
             RetrofitError, match=rf"{unlike}.*; give `class_map`, .* `task_loss_weight=0`"
         ):
-            fitting.fit_network(network, images, recipe, notes.append)
+            run_network.fit_network(network, images, recipe, notes.append)
         return
-    network, _ = fitting.fit_network(network, images, recipe, notes.append)
+    network, _ = run_network.fit_network(network, images, recipe, notes.append)
     found = [note for note in notes if "new classifier" not in note]
     assert len(found) == bool(said), notes
     assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
@@ -166,5 +166,7 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
 
 def test_a_network_gets_the_recipes_images(pictures: Path) -> None:
     network, recipe = small_network(), Recipe(data_dir=str(pictures), img_size=48, crop_pct=0.9)
-    network, _ = fitting.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+    network, _ = run_network.fit_network(
+        network, open_data(recipe, None, 3), recipe, lambda note: None
+    )
     assert (network.preprocess.input_size, network.preprocess.crop_pct) == ((3, 48, 48), 0.9)

@@ -16,7 +16,7 @@ from retrofit.compare import Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.checked_fold import REPORT_IT, FoldedNetwork, checked_fold
 from retrofit.export.onnx_file import OPSETS, Check, set_metadata, to_onnx, written
-from retrofit.export.power import Polynomial
+from retrofit.export.power_operator import Polynomial
 from retrofit.export.precision import narrowed
 from retrofit.export.report import SCHEMA, ExportReport, check_report
 from retrofit.export.request import Fold, Precision, Request, warn_of_runtime

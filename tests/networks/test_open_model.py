@@ -25,8 +25,8 @@ from torchvision.models import WeightsEnum
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.strength import odd_strengths
-from retrofit.networks import artifact, models
-from retrofit.networks.models import open_model, weights_sentence
+from retrofit.networks import artifact
+from retrofit.networks.open_model import open_model, weights_sentence
 from retrofit.record import ModelSource
 from tests.finetune.conftest import small_network
 from tests.networks.conftest import assert_same_answers, refused
@@ -209,7 +209,7 @@ def test_an_artifact_of_a_librarys_network_is_no_checkpoint_and_needs_no_network
 def test_a_bad_checkpoint_is_found_before_weights_are_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(models, "build", lambda *_: pytest.fail("too early"))
+    monkeypatch.setattr("retrofit.networks.open_model.build", lambda *_: pytest.fail("too early"))
     with pytest.raises(RetrofitError, match="there is no checkpoint"):
         open_model("resnet18", checkpoint=tmp_path / "missing.pth")
 

@@ -35,7 +35,7 @@ from retrofit.record import (
     set_record,
 )
 from retrofit.utils.files import ensure_readable
-from retrofit.utils.running import replaced
+from retrofit.utils.forward_pass import replaced
 from retrofit.utils.text import one_line
 
 _CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune import run_state
-from retrofit.finetune.data import UNLABELLED, Images
 from retrofit.finetune.divergence import not_finite
 from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.run_images import UNLABELLED, Images
 from retrofit.networks import artifact
-from retrofit.networks.contents import set_training_settings, tensors_of, training_settings
-from retrofit.networks.library import build, with_options
-from retrofit.networks.models import Network, open_model
+from retrofit.networks.model_sources import build, with_options
+from retrofit.networks.open_model import Network, open_model
 from retrofit.networks.rebuild import identify
+from retrofit.networks.saved_state import set_training_settings, state_tensors, training_settings
 from retrofit.record import set_record
-from retrofit.utils.running import evaluating
+from retrofit.utils.forward_pass import evaluating
 from retrofit.utils.text import one_line, plural, shortlist
 
 # Weights and biases of a head, or of two with a distillation token.
@@ -214,8 +214,8 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     """
     plans = surgery.plans_of(network.model)
     model = surgery.replay(build(with_options(network.source, num_classes=classes)), plans)
-    old = tensors_of(network.model)
-    new = tensors_of(model)
+    old = state_tensors(network.model)
+    new = state_tensors(model)
     fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)
     if not old.keys() <= new.keys() or not 0 < len(fresh) <= _MOST_NEW_TENSORS:
         raise RetrofitError(

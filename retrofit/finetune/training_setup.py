@@ -13,7 +13,7 @@ from retrofit.layers import FrozenBatchNorm, NormalityMixin, StrengthMixin
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.strength import odd_strengths
 from retrofit.layers.weight_standardization import WeightStandardization
-from retrofit.networks.models import Network
+from retrofit.networks.open_model import Network
 from retrofit.running_statistics import estimated_layers
 
 # Share of the source's running statistics at the end of a run, above which the user is warned.

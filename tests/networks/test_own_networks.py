@@ -19,9 +19,9 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own_networks, sampled_outputs
-from retrofit.networks.library import build
 from retrofit.networks.manifest import read_manifest
-from retrofit.networks.models import open_model
+from retrofit.networks.model_sources import build
+from retrofit.networks.open_model import open_model
 from retrofit.record import ModelSource, Record, record_of, set_record, unwrapped
 from tests.networks import mynet
 from tests.networks.conftest import assert_same_answers, refused, same_tensors

@@ -13,7 +13,7 @@ from retrofit.layers.sample_norms import _InstanceNormalNorm
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.registry import TARGETS
 
-_BATCH_INDEPENDENT = (
+_INDEPENDENT_BASES = (
     layers.FrozenBatchNorm,
     layers.GroupNormalNorm,
     layers.LayerNormalNorm,
@@ -30,6 +30,10 @@ _CLASSES = dict.fromkeys(
 )
 
 # Layers that normalize by the batch in training.
-OF_BATCHES: list[type[nn.Module]] = [c for c in _CLASSES if issubclass(c, BatchStatisticsMixin)]
+BATCH_DEPENDENT: list[type[nn.Module]] = [
+    c for c in _CLASSES if issubclass(c, BatchStatisticsMixin)
+]
 # Layers whose outputs for one sample no other sample changes.
-OF_SAMPLES: list[type[nn.Module]] = [c for c in _CLASSES if issubclass(c, _BATCH_INDEPENDENT)]
+BATCH_INDEPENDENT: list[type[nn.Module]] = [
+    c for c in _CLASSES if issubclass(c, _INDEPENDENT_BASES)
+]

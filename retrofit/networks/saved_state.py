@@ -15,7 +15,7 @@ from retrofit.layers.base import NormalityMixin, check_noise, check_noise_kind
 from retrofit.utils.text import shortlist
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of the state dict themselves (aliases are the same objects), without other
     extra state.
     """
@@ -26,7 +26,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Map each further name of a tensor that goes by several to its first name."""
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors_of(model).items()}
+    names = {
+        name: first.setdefault(id(tensor), name) for name, tensor in state_tensors(model).items()
+    }
     return {name: original for name, original in names.items() if name != original}
 
 
@@ -41,7 +43,7 @@ def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
     Raises:
         RetrofitError: If two that are one there differ here.
     """
-    tensors = {name: tensor.detach() for name, tensor in tensors_of(model).items()}
+    tensors = {name: tensor.detach() for name, tensor in state_tensors(model).items()}
     for name, original in _aliases(twin).items():
         if not torch.equal(tensors[name], tensors[original]):
             raise RetrofitError(
@@ -125,7 +127,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     model's device.
     """
     tensors = under_all_names(model, tensors)
-    targets = tensors_of(model)
+    targets = state_tensors(model)
     floating = {
         tensors[name].dtype
         for name, target in targets.items()
@@ -134,7 +136,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if len(floating) == 1:
         # Also the buffers that are in no file.
         model.to(dtype=floating.pop())
-    for name, target in tensors_of(model).items():
+    for name, target in state_tensors(model).items():
         target.data = torch.empty_like(target.data, dtype=tensors[name].dtype)
     model.load_state_dict(tensors, strict=True)
 

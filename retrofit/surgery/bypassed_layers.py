@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call
 from retrofit.layers import FrozenBatchNorm
-from retrofit.utils.running import hooked, undisturbed
+from retrofit.utils.forward_pass import hooked, undisturbed
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
 
