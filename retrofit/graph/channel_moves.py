@@ -12,7 +12,7 @@ RESHAPINGS = {"flatten", "unsqueeze", "view", "reshape"}
 
 
 def listed(value: Any) -> Sequence[Any]:
-    """What is given as a number, or as one for each dimension."""
+    """Return an argument that is one number, or one for each dimension, as a sequence."""
     if isinstance(value, (tuple, list)):
         return value
     return (value,)
@@ -29,7 +29,7 @@ def moved_channels(node: fx.Node, dim: int) -> int | None:
         return _transposed(args, dim, both_ways=name != "movedim")
     if name == "permute":
         return _permuted(args, dim)
-    # Dimensions behind the channels, which stay where they are.
+    # The channels stay in dimension 1 if only dimensions behind them change.
     behind = dim == 1 and bool(args) and isinstance(args[0], int) and args[0] > 1
     if name in {"flatten", "unsqueeze"}:
         if behind:

@@ -1,5 +1,5 @@
-"""The traced graphs of a model: what kind of step a node is, who consumes a value, where values
-come from and go.
+"""The data flow in a model's traced graphs: what step each node is, which node produces a value, and
+which nodes consume it.
 """
 
 import inspect
@@ -18,10 +18,10 @@ from retrofit.utils.forward_pass import random_states_kept
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
-# Names of the functions and methods, by the kind of step that they are. Other kinds are norm,
-# activation, linear, convolution, module, call, input and output; a constant is also a sum or a
-# product with constants.
-_CALLS = {
+# The names of the functions and methods whose calls are one step. Other steps are norm, activation,
+# linear, convolution, module, call, constant, input and output. A sum or product with constants
+# counts as a constant.
+_NAMES_OF = {
     "metadata": " ".join(recognition.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
@@ -35,8 +35,8 @@ _CALLS = {
     "pool": "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
     "window": "avg_pool1d avg_pool2d avg_pool3d",
 }
-_KIND_OF = {name: kind for kind, names in _CALLS.items() for name in names.split()}
-_MODULES = {
+_STEP_OF = {name: step for step, names in _NAMES_OF.items() for name in names.split()}
+_STEP_OF_CLASS = {
     nn.Identity: "same",
     nn.Linear: "linear",
     nn.modules.conv._ConvNd: "convolution",
@@ -44,30 +44,30 @@ _MODULES = {
     nn.Flatten: "shape",
     nn.Unflatten: "shape",
 }
-# Steps that leave a value's channels to themselves, on the way to a mean pooling.
+# Steps that mix no channels, on the way from a value to its mean pooling.
 _TO_POOL = {"same", "shape", "concatenation", "constant"}
-# Steps inside a squeeze-excite, before and after the activation in question.
+# Steps of a squeeze-excite: from its pooling to a node inside it, and from there to its product.
 _IN_GATE = {"same", "shape", "constant", "convolution", "linear", "norm", "activation", "addition"}
 _OUT_OF_GATE = {*_IN_GATE, "spread", "module"}
 
 
-def reached(start: fx.Node, ahead: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """A node and all that is reached from it, in one direction."""
+def reached(start: fx.Node, neighbors: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return a node and all nodes to which `neighbors` leads from it, step by step."""
     seen: set[fx.Node] = set()
-    left = [start]
-    while left:
-        if (node := left.pop()) not in seen:
+    pending = [start]
+    while pending:
+        if (node := pending.pop()) not in seen:
             seen.add(node)
-            left += ahead(node)
+            pending += neighbors(node)
     return seen
 
 
 class Flow:
-    """One path through a module's forward, and the kind of each step on it.
+    """One path through a module's forward, as a graph, and the step that each of its nodes is.
 
-    In its graph norms, activations, dropouts and what fx cannot enter are single nodes. `modules`
-    has the module that each call_module node calls, `steps` the kind of each node; `places`,
-    `variables`, `returned` and `size` are as `Tracer`'s.
+    Norms, activations, dropouts and what fx cannot enter are single nodes. `modules` has the module
+    that each call_module node calls; `steps` has "norm", "activation" or another step for each
+    node. `places`, `variables`, `returned` and `size` are those of the `Tracer`.
     """
 
     def __init__(self, trace: Tracer, flows: "Flows") -> None:
@@ -88,8 +88,8 @@ class Flow:
     def read_modules(self) -> Iterator[nn.Module]:
         """The modules whose parameters or buffers the code reads.
 
-        Nodes without users come from those who look at a module while it is traced (`is_norm`
-        does).
+        A node without users is none of these: it comes from looking at a module during the trace,
+        as `is_norm` does.
         """
         for node in self.graph.find_nodes(op="get_attr"):
             if node.users:
@@ -100,60 +100,63 @@ class Flow:
         """The nodes that use a node's value, not just its shape or type."""
         return [user for user in node.users if self.steps[user] != "metadata"]
 
-    def source(self, node: fx.Node) -> fx.Node | None:
-        """The node whose value a one-input step works on."""
-        source = node.args[0] if node.args else node.kwargs.get("input")
-        if isinstance(source, fx.Node):
-            return source
+    def producer(self, node: fx.Node) -> fx.Node | None:
+        """The node that produces the input of a step with one input; None if no node does."""
+        producer = node.args[0] if node.args else node.kwargs.get("input")
+        if isinstance(producer, fx.Node):
+            return producer
         return None
 
     def before(self, node: fx.Node, through: Collection[str] = ("same",)) -> fx.Node | None:
-        """The source of `node`, past dropouts and identities, or other steps."""
-        source = self.source(node)
-        while source is not None and self.steps[source] in through:
-            source = self.source(source)
-        return source
+        """The nearest node before `node` that is none of the steps in `through`, by default
+        dropouts and identities.
+        """
+        producer = self.producer(node)
+        while producer is not None and self.steps[producer] in through:
+            producer = self.producer(producer)
+        return producer
 
     def after(self, node: fx.Node) -> list[fx.Node]:
-        """The consumers of `node`, past dropouts and identities."""
+        """The nearest consumers of `node` that are no dropouts or identities."""
         after = []
         for user in self.consumers(node):
             after += self.after(user) if self.steps[user] == "same" else [user]
         return after
 
     def channels_after(
-        self, node: fx.Node, dim: int = 1, is_of_its_rank: bool = True
+        self, node: fx.Node, dim: int = 1, same_rank: bool = True
     ) -> Iterator[tuple[fx.Node, int]]:
-        """The consumers of `node`, past dropouts, identities and steps that move whole channels.
+        """The nearest consumers of `node` that are no dropouts, identities or moves of whole
+        channels.
 
         Args:
             node: A node whose value has its channels in dimension `dim`.
             dim: The dimension, from the front or from the end.
-            is_of_its_rank: Whether the value has the rank of the first node's. Of another rank, only
-                the second and the last dimension are told.
+            same_rank: Whether the value has as many dimensions as where the search began. If not,
+                only dimensions 1 and -1 can be followed.
 
         Yields:
-            Each consumer, and the dimension of the channels of what it takes.
+            Each consumer, and the dimension of the channels in its input.
         """
         for user in self.consumers(node):
             moved: int | None = dim
-            keeps_rank = is_of_its_rank
+            keeps_rank = same_rank
             if self.steps[user] != "same":
                 moved = moved_channels(user, dim)
-                keeps_rank = is_of_its_rank and call_name(user) not in RESHAPINGS
+                keeps_rank = same_rank and call_name(user) not in RESHAPINGS
             if moved is None or not (keeps_rank or moved in (1, -1)):
                 yield user, dim
             else:
                 yield from self.channels_after(user, moved, keeps_rank)
 
     def norm_before(self, node: fx.Node) -> fx.Node | None:
-        """The call of a norm whose whole channels an activation takes."""
-        source = self.before(node, ("same", "shape"))
-        if source is None or self.steps[source] != "norm":
+        """The call of the norm whose output an activation takes, channel by channel."""
+        norm = self.before(node, ("same", "shape"))
+        if norm is None or self.steps[norm] != "norm":
             return None
-        takes_channels = any(user is node for user, _ in self.channels_after(source))
+        takes_channels = any(user is node for user, _ in self.channels_after(norm))
         if takes_channels:
-            return source
+            return norm
         return None
 
     def describe(self, node: fx.Node) -> str:
@@ -183,8 +186,10 @@ class Flow:
         return any(self.steps[later] == "norm" for later in reached(node, self.consumers))
 
     def _only_follower(self, node: fx.Node) -> fx.Node | None:
-        """The one consumer of a value, or the product of a squeeze-excite, which scales channels by
-        their own means; None where others use it too.
+        """The only consumer of a value; None if there are several.
+
+        A squeeze-excite consumes its input twice, to pool it and to scale it: there the product
+        counts as the only consumer.
         """
         users = self.after(node)
         if len(users) == 1:
@@ -203,8 +208,8 @@ class Flow:
 
     def is_pooled(self, node: fx.Node) -> bool:
         """Whether `node` works on pooled values, one a channel."""
-        source = self.before(node, _IN_GATE)
-        return source is not None and self.steps[source] == "pool"
+        producer = self.before(node, _IN_GATE)
+        return producer is not None and self.steps[producer] == "pool"
 
     def activation(self, node: fx.Node) -> nn.Module:
         """The activation module that a node calls, or a fresh one that does the same."""
@@ -222,13 +227,14 @@ class Flow:
         return bool(values.min() >= 0 and values.max() <= 1)
 
     def _multiplies(self, node: fx.Node, through: Collection[str]) -> bool:
-        """Whether a product takes what follows `node`, not going on past steps other than
-        `through`.
-        """
-        seen = reached(
-            node, lambda at: self.consumers(at) if at is node or self.steps[at] in through else []
-        )
-        return any(self.steps[later] == "product" for later in seen - {node})
+        """Whether `node` reaches a product by way of steps in `through` alone."""
+
+        def following(at: fx.Node) -> list[fx.Node]:
+            if at is node or self.steps[at] in through:
+                return self.consumers(at)
+            return []
+
+        return any(self.steps[later] == "product" for later in reached(node, following) - {node})
 
     def _step(self, node: fx.Node) -> str:
         if node.op in ("call_function", "call_method"):
@@ -238,7 +244,7 @@ class Flow:
         return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
 
     def _module_step(self, module: nn.Module) -> str:
-        """The kind of step that a call of a module is."""
+        """The step that a call of a module is."""
         if self._flows.is_norm(module) or recognition.is_norm(module):
             return "norm"
         if recognition.is_altered(module):
@@ -249,34 +255,35 @@ class Flow:
             return _pool_step(module.output_size)
         if recognition.is_drop(module):
             return "same"
-        return _kind_of_module(module)
+        return _step_of_module(module)
 
 
-def _kind_of_module(module: nn.Module) -> str:
-    return next((kind for cls, kind in _MODULES.items() if isinstance(module, cls)), "module")
+def _step_of_module(module: nn.Module) -> str:
+    steps = (step for cls, step in _STEP_OF_CLASS.items() if isinstance(module, cls))
+    return next(steps, "module")
 
 
 def _call_step(node: fx.Node) -> str:
-    """The kind of step that a call of a function or of a tensor's method is."""
+    """The step that a call of a function or of a tensor's method is."""
     name = call_name(node)
-    kind = _KIND_OF.get(name, "call")
+    step = _STEP_OF.get(name, "call")
     if name == "getattr":
-        is_metadata = _KIND_OF.get(str(node.args[1])) == "metadata"
+        is_metadata = _STEP_OF.get(str(node.args[1])) == "metadata"
         if is_metadata:
             return "metadata"
         return "call"
-    if kind != "metadata" and recognition.function_module(node) is not None:
+    if step != "metadata" and recognition.function_module(node) is not None:
         return "activation"
-    if kind == "pool":
+    if step == "pool":
         return _pool_step(_second_argument(node, "output_size"))
     if name == "mean":
         return _mean_step(_second_argument(node, "dim"))
-    if kind in ("addition", "product"):
+    if step in ("addition", "product"):
         values = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
         if len(values) > 1:
-            return kind
+            return step
         return "constant"
-    return kind
+    return step
 
 
 def _second_argument(node: fx.Node, name: str) -> Any:
@@ -286,7 +293,7 @@ def _second_argument(node: fx.Node, name: str) -> Any:
 
 
 def _mean_step(dims: Any) -> str:
-    """A mean is a pooling where it leaves the channels."""
+    """A mean over other dimensions than the channels' is a pooling."""
     kept = all(isinstance(dim, int) and dim != 1 for dim in listed(dims))
     if kept:
         return "pool"
@@ -300,13 +307,15 @@ def _pool_step(output_size: Any) -> str:
 
 
 class Flows:
-    """All paths through a model, and what is called, held, shared and read on them.
+    """All paths through a model, and the modules that they call and read.
 
-    The model is traced in evaluation, and in training where that may differ; where it cannot be,
-    the largest parts of it that can. Only parts that hold a norm asked for are traced. What fx
-    cannot enter, and a part that branches often on values, is a single node of the graph that calls
-    it, and has graphs of its own where it holds norms. It works on the meta device and without
-    input; the model is left as it was.
+    The model is traced in evaluation, and in training where its code may do something else then. If
+    it cannot be traced whole, its largest parts that can be are traced. Parts without a norm asked
+    for are not.
+
+    A part that fx cannot enter, or that branches often on values, is a single node in its caller's
+    graph. If it holds norms, it has graphs of its own too. Tracing needs no input, works on the meta
+    device, and leaves the model as it was.
     """
 
     def __init__(
@@ -318,9 +327,9 @@ class Flows:
         self.inside = {module: set(module.modules()) for module in self.names}
         # What could not be traced, with the reason in one line.
         self.failures: dict[nn.Module, str] = {}
-        # By whether in training, and the module.
+        # By mode (True is training) and module.
         self._traces: dict[tuple[bool, nn.Module], list[Tracer]] = defaultdict(list)
-        # Parts that are one step in what calls them, for the number of their branches.
+        # Parts with so many branches that they are one node in their caller's graph.
         self._branching: set[nn.Module] = set()
         self._covered: set[nn.Module] = set()
         # Code that is traced writes to no parameter or buffer.
@@ -365,15 +374,17 @@ class Flows:
             self._trace(module, training=True)
         paths = [*self._traces[False, module], *self._traces[True, module]]
         for path in paths:
-            self._give_up_called_otherwise(path)
+            self._drop_if_called_with_options(path)
         called: list[Any] = [place.target for path in paths for place in path.places.values()]
         if module in self.failures:
             called += module.children()
         for part in called:
             self._cover(part)
 
-    def _give_up_called_otherwise(self, path: Tracer) -> None:
-        """Claim nothing of a branching part that gets other arguments than where it is traced."""
+    def _drop_if_called_with_options(self, path: Tracer) -> None:
+        """Drop the traces of a branching part that is called with optional arguments: they were
+        made without.
+        """
         for node, place in path.places.items():
             part = place.target
             if part in self._branching and not _takes_defaults(part, node):
@@ -394,7 +405,7 @@ class Flows:
             self.failures[module] = with_class(error).split(". ")[0]
 
     def _paths(self, module: nn.Module, training: bool) -> list[Tracer]:
-        """Trace a module; where its parts have many branches, each of them is one step."""
+        """Trace a module on all its paths; a part with too many branches becomes a single node."""
         self._readers.clear()
         try:
             return traced(module, training, self._leaves.__contains__, self._snapshot)
@@ -404,8 +415,8 @@ class Flows:
             return self._paths(module, training)
 
     def _modes_differ(self, module: nn.Module) -> bool:
-        """Whether the code of a module, which was traced in evaluation, may do something else in
-        training: it reads its mode, or a method of its own sets it.
+        """Whether a module that was just traced in evaluation may do something else in training:
+        its code read the mode, or a class in it overrides how the mode is set.
         """
         if self._readers:
             return True

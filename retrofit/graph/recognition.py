@@ -66,8 +66,8 @@ def wrapped_functions() -> tuple[Callable[..., Any], ...]:
 
 @cache
 def _timm_functions() -> dict[Any, Any]:
-    """Timm's functional activations, which fx would otherwise enter, and the modules that are named
-    as they are.
+    """Timm's functional activations, which fx would otherwise enter, each with the module class of
+    the same name.
     """
     from timm.layers import activations, activations_me
 
@@ -102,11 +102,11 @@ def is_drop(module: nn.Module) -> bool:
 
 
 def is_activation(module: nn.Module) -> bool:
-    """Whether `module` is an activation: nonlinear, and of each value by itself, in both modes and
-    on every call.
+    """Whether `module` is an activation: a nonlinear function of each value by itself, in both
+    modes and on every call.
 
-    Whatever its class, it is tried, on a copy, so that a module that keeps something of its calls
-    is told by it. PReLU alone may have a parameter per channel.
+    A copy is run, whatever the class. So a module that keeps something from call to call is found
+    out. PReLU alone may have a parameter per channel.
     """
     from timm.layers.activations import PReLU
 
@@ -114,7 +114,7 @@ def is_activation(module: nn.Module) -> bool:
         return True
     if not _may_be_activation(module) or not all(map(is_activation, module.children())):
         return False
-    # Anything may come out of a module that takes something else.
+    # A module that takes other inputs may raise anything.
     with (
         contextlib.suppress(Exception),
         torch.random.fork_rng(devices=[]),

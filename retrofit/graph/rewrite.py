@@ -154,10 +154,10 @@ def _has_own_pickling(cls: Any) -> bool:
 
 
 def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
-    """Copies of a block's graphs in which a node calls a child instead, by the attribute that holds
-    them.
+    """Return copies of a block's graphs in which the node `name` is a call of a child, each under
+    the attribute that holds the graph.
     """
-    # Of torchvision's feature extractors, which have one for each mode.
+    # torchvision's feature extractors have a graph for each mode.
     modes = ("train_graph", "eval_graph")
     by_mode = [mode for mode in modes if isinstance(getattr(block, mode, None), fx.Graph)]
     graphs = {mode: copy.deepcopy(getattr(block, mode)) for mode in by_mode or ["graph"]}
@@ -186,8 +186,8 @@ def _call_child(node: fx.Node, child: str) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _rewritten_class(base: Any, edits: tuple[_Edit, ...]) -> type[nn.Module]:
-    """The subclass of `base` with some calls replaced: one for equal blocks, which torch.compile
-    then compiles once.
+    """The subclass of `base` with some calls replaced. Equal blocks share it, so that torch.compile
+    compiles them once.
     """
     namespace: dict[str, Any] = {
         **{name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")},
@@ -218,7 +218,7 @@ def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) ->
         raise RewriteError(f"{code.co_qualname} is not what it was when its network was converted")
     replacement = _Replacement(edits, code, function.__globals__)
     tree = ast.fix_missing_locations(replacement.visit(file_tree(code)))
-    if replacement.left:
+    if replacement.pending:
         raise RewriteError(f"{replacement.label} is no expression of its own")
     new = code_in(compile(tree, code.co_filename, "exec", dont_inherit=True), code)
     assert new is not None
@@ -240,36 +240,37 @@ def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
 
 
 class _Replacement(ast.NodeTransformer):
-    """Makes calls in the code calls of children with the same input. The calls' other arguments
-    must be constants. Where only a run of the code tells whether it is this call, the child is
-    called on a condition, else the call stays.
+    """Replaces calls in a method's code by calls of children with the same input.
+
+    A replaced call's other arguments must be constants. Where only a run of the code shows whether
+    a call is the one to replace, the new code tests that, and makes the original call otherwise.
     """
 
     def __init__(self, edits: list[_Edit], code: CodeType, names: dict[str, Any]) -> None:
-        self.left = edits
+        self.pending = edits
         self.names = names
         self.label = f"the call in {code.co_qualname}"
-        self.own = code.co_varnames[0]
-        self.first = code.co_firstlineno
+        self.self_name = code.co_varnames[0]
+        self.first_line = code.co_firstlineno
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Replace a call if it is one of those to replace, on each edit's condition."""
         self.generic_visit(node)
-        end = (node.end_lineno or 0) - self.first, node.end_col_offset
+        end = (node.end_lineno or 0) - self.first_line, node.end_col_offset
         new: ast.expr = node
-        for edit in [edit for edit in self.left if edit.end == end]:
+        for edit in [edit for edit in self.pending if edit.end == end]:
             child = self._call(edit.child, self._input(edit, node))
             condition = self._condition(edit, node.func)
             replacement: ast.expr = child
             if condition is not None:
                 replacement = ast.IfExp(condition, child, new)
             new = ast.copy_location(replacement, node)
-        self.left = [edit for edit in self.left if edit.end != end]
+        self.pending = [edit for edit in self.pending if edit.end != end]
         return new
 
     def _call(self, attribute: str, *arguments: ast.expr) -> ast.Call:
         return ast.Call(
-            ast.Attribute(ast.Name(self.own, ast.Load()), attribute, ast.Load()),
+            ast.Attribute(ast.Name(self.self_name, ast.Load()), attribute, ast.Load()),
             [*arguments],
             [],
         )
@@ -293,29 +294,28 @@ class _Replacement(ast.NodeTransformer):
         return copy.deepcopy(value)
 
     def _condition(self, edit: _Edit, function: ast.expr) -> ast.expr | None:
-        """What must hold for the child to be called: that the input is of its norm, or the function
-        the one it was.
+        """Return the test before a child's call: that the input is of its norm, or that the called
+        function is still the one that was traced; None if nothing has to be tested.
         """
         if edit.selector:
             expression, norm = edit.selector
-            norm_there = ast.parse(expression, mode="eval").body
-            for part in ast.walk(norm_there):
+            called_norm = ast.parse(expression, mode="eval").body
+            for part in ast.walk(called_norm):
                 ast.copy_location(part, function)
             return ast.Compare(
-                self._call("get_submodule", ast.Constant(norm)), [ast.Is()], [norm_there]
+                self._call("get_submodule", ast.Constant(norm)), [ast.Is()], [called_norm]
             )
         if isinstance(edit.target, str):
             return None
         root, *path = ast.unparse(function).split(".")
         if all(name.isidentifier() for name in path):
-            if root == self.own:
-                held = self._call("_retrofit_calls", ast.Constant(edit.child), function)
+            if root == self.self_name:
                 if edit.target is None:
                     return None
-                return held
-            named = functools.reduce(
+                return self._call("_retrofit_calls", ast.Constant(edit.child), function)
+            called = functools.reduce(
                 lambda holder, name: getattr(holder, name, None), path, self.names.get(root)
             )
-            if edit.target is not None and named is edit.target:
+            if edit.target is not None and called is edit.target:
                 return None
         raise RewriteError(f"{self.label} does not name what it calls")

@@ -110,9 +110,10 @@ class Sites:
 def find_sites(
     model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
 ) -> Sites:
-    """Find every call of the norms asked for, and which activation follows. The model is traced in
-    evaluation and in training, on every path through its code, and not changed; what a site says
-    holds on all of them.
+    """Find every call of the norms that `is_norm` asks for, and the activation that follows each.
+
+    The model is traced in evaluation and in training, on every path through its code, and is not
+    changed. A site says what holds on all paths.
     """
     search = _Search(model, is_norm)
     sites = {place: search.site(place) for place in search.norms if is_norm(place.target)}
@@ -126,24 +127,24 @@ def find_sites(
 
 
 class _Search(Flows):
-    """The search: by place, the steps (each a path and a node) that call a norm, asked for or not,
-    or an activation.
+    """The places that call norms, asked for or not, and activations; for each place the nodes that
+    make the call, each with its path.
     """
 
     def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
         super().__init__(model, is_norm)
-        self.norms = self._steps_of("norm")
-        self.acts = self._steps_of("activation")
+        self.norms = self._calls_by_place("norm")
+        self.acts = self._calls_by_place("activation")
         # How many places call each norm and activation.
         self.places = Counter(place.target for place in (*self.norms, *self.acts))
 
-    def _steps_of(self, kind: str) -> dict[Place, list[tuple[Flow, fx.Node]]]:
-        steps: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+    def _calls_by_place(self, step: str) -> dict[Place, list[tuple[Flow, fx.Node]]]:
+        calls: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
         for flow in self.flows:
             for node, place in flow.places.items():
-                if flow.steps[node] == kind:
-                    steps[place].append((flow, node))
-        return steps
+                if flow.steps[node] == step:
+                    calls[place].append((flow, node))
+        return calls
 
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
@@ -177,21 +178,23 @@ class _Search(Flows):
         return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise"
 
     def _ends(self, norm: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:
-        """The calls of a norm's activation behind it; of the norm, if it has none or holds it."""
+        """The calls that end a site: of the activation behind the norm; of the norm itself, if it
+        has no activation or holds it.
+        """
         if activation is None or activation.place is None:
             return self.norms[norm]
-        return [step for step in self.acts[activation.place] if _norm_place_before(*step) == norm]
+        return [call for call in self.acts[activation.place] if _norm_place_before(*call) == norm]
 
     def _following(self, norm: Place) -> tuple[Activation | None, str]:
         """The activation that directly follows a norm on every call, or why there is none."""
-        followers = {self._follower(*step) for step in self.norms[norm]}
+        followers = {self._follower(*call) for call in self.norms[norm]}
         if len(followers) > 1:
             return None, "followed by different layers on different calls"
         place, channel_dim, reason = followers.pop()
         if place is None:
             return None, reason
         selector = None
-        if any(_norm_place_before(*step) != norm for step in self.acts[place]):
+        if any(_norm_place_before(*call) != norm for call in self.acts[place]):
             selector = self._selector(norm, place)
             if selector is None:
                 return None, "the call of its activation follows other layers too"
@@ -209,21 +212,25 @@ class _Search(Flows):
         return activation, ""
 
     def _follower(self, flow: Flow, node: fx.Node) -> tuple[Place | None, int, str]:
-        """Return the activation that takes all of a norm's channels, and their dimension in what it
-        takes; or why there is none.
+        """Return the place of the activation that takes all of a norm's channels, and their
+        dimension in its input; or why there is none.
         """
         users = list(flow.channels_after(node))
         if len(users) != 1:
             takers = ", ".join(flow.describe(user) for user, _ in users)
             return None, 1, f"output used {len(users)} times: {takers}".rstrip(": ")
         user, dim = users[0]
-        kind = flow.steps[user]
+        step = flow.steps[user]
         words = flow.describe(user)
-        if kind == "output":
-            outside = f"output of {flow.name}, which is traced on its own"
-            return None, 1, outside if flow.name else "model output"
-        if kind != "activation" or flow.norm_before(user) is not node:
-            return None, 1, "residual addition" if kind == "addition" else f"feeds {words}"
+        if step == "output":
+            output = "model output"
+            if flow.name:
+                output = f"output of {flow.name}, which is traced on its own"
+            return None, 1, output
+        if step == "addition":
+            return None, 1, "residual addition"
+        if step != "activation" or flow.norm_before(user) is not node:
+            return None, 1, f"feeds {words}"
         if flow.is_gate(user):
             return None, 1, f"feeds a gate: {words}"
         channel_dim = _first_or_last(dim, flow.modules[node])
@@ -232,27 +239,28 @@ class _Search(Flows):
         return flow.places[user], channel_dim, ""
 
     def _selector(self, norm: Place, activation: Place) -> tuple[str, str] | None:
-        """What tells which norm it is where an activation of several norms is called.
+        """Return what tells the norm from others where one call of an activation follows several.
 
         Returns:
-            The expression in the activation's code that calls the norm, or a block that returns
-            what the norm does, and the name of the norm or block. None if the expression is not
-            what was called on every call.
+            The expression that stands for the norm in the activation's code, or for a block that
+            returns the norm's output, and the name of that norm or block. None if the expression
+            was something else on one of the calls.
         """
         code = activation.code
-        calls = [_call_in(code, *step) for step in self.norms[norm]]
+        calls = [_call_in(code, *call) for call in self.norms[norm]]
         if code is None or calls[0] is None or any(call != calls[0] for call in calls):
             return None
-        name = {m: name for name, m in activation.owner.named_modules()}.get(calls[0].target)
+        names = {module: name for name, module in activation.owner.named_modules()}
+        name = names.get(calls[0].target)
         if name is None or isinstance(calls[0].at, str):
             return None
         expression = callee(code, calls[0].at)
-        # Such as no norm before, or a name that is not bound there.
+        # It fails if no norm comes before the activation, or if a name is not bound there.
         with suppress(Exception):
             for flow, node in self.acts[activation]:
-                source: Any = flow.norm_before(node)
-                before: Any = _call_in(code, flow, source)
-                if eval(expression, *flow.variables[node]) is not before.target:
+                norm_node: Any = flow.norm_before(node)
+                norm_call: Any = _call_in(code, flow, norm_node)
+                if eval(expression, *flow.variables[node]) is not norm_call.target:
                     return None
             return expression, name
         return None
@@ -290,8 +298,8 @@ class _Search(Flows):
                 yield self._unseen(module)
 
     def _unseen(self, activation: nn.Module) -> UnmatchedActivation:
-        kind = type(activation).__name__
-        return UnmatchedActivation(self.names[activation], kind, self.why_unseen(activation))
+        label = type(activation).__name__
+        return UnmatchedActivation(self.names[activation], label, self.why_unseen(activation))
 
     def _is_seen(self, activation: nn.Module) -> bool:
         """Whether an activation is called, or is a part of a norm or of another activation."""
@@ -319,8 +327,8 @@ class _Search(Flows):
 
     def _unclaimed(self, place: Place, sites: dict[Place, Site]) -> UnmatchedActivation:
         flow, node = self.acts[place][0]
-        kind = type(flow.activation(node)).__name__
-        return UnmatchedActivation(self._name(place), kind, self._why_unmatched(flow, node, sites))
+        label = type(flow.activation(node)).__name__
+        return UnmatchedActivation(self._name(place), label, self._why_unmatched(flow, node, sites))
 
     def _inside_other_norm(self, norm: nn.Module) -> Iterator[UnmatchedActivation]:
         fused = _fused_activation(norm)
@@ -330,28 +338,30 @@ class _Search(Flows):
 
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
         nearest = flow.before(node)
-        source = flow.before(node, ("same", "shape"))
+        producer = flow.before(node, ("same", "shape"))
         norm = _norm_place_before(flow, node)
         if flow.in_squeeze_excite(node):
             return "inside a squeeze-excite"
-        if nearest is None or source is None:
+        if nearest is None or producer is None:
             return "no norm before it"
         if norm is not None and norm not in sites:
-            return f"its norm, {flow.describe(source)}, is not one of those asked for"
+            return f"its norm, {flow.describe(producer)}, is not one of those asked for"
         if norm is not None:
             return (
                 f"not directly after {sites[norm].norm}: "
                 f"{sites[norm].reason or 'it has its own activation'}"
             )
-        kind = flow.steps[source]
-        if kind == "norm":
+        step = flow.steps[producer]
+        if step == "norm":
             return (
-                f"behind {flow.describe(source)}, past {flow.describe(nearest)}, "
+                f"behind {flow.describe(producer)}, past {flow.describe(nearest)}, "
                 "which may not keep its channels together"
             )
-        if kind in ("addition", "concatenation", "product"):
-            return f"after a {'residual ' * (kind == 'addition')}{kind}"
-        return f"no norm before it: fed by {flow.describe(source)}"
+        if step == "addition":
+            return "after a residual addition"
+        if step in ("concatenation", "product"):
+            return f"after a {step}"
+        return f"no norm before it: fed by {flow.describe(producer)}"
 
     def why_unseen(self, module: nn.Module) -> str:
         name = self.names[module]

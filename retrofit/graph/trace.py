@@ -22,7 +22,8 @@ from retrofit.utils.snapshot import Snapshot
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 # In the code of a function, what does nothing.
 _NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP", "RESUME")
-# On one path, of which a block then has 64 at most; and of these, in the parts that it calls.
+# The most conditions on values on one path, so that a block has 64 paths at most; and the most of
+# these that may stand in the code of its parts.
 _CONDITIONS = 6
 _CONDITIONS_OF_PARTS = 2
 # Stand for a value that the code under trace turns into a number.
@@ -62,7 +63,9 @@ class Place(NamedTuple):
 
 
 class _Value(fx.Proxy):
-    """A value under trace: as a number one of `_SIZES`, as a condition both true and false."""
+    """A value under trace. Turned into a number, it is one of `_SIZES`; as a condition, it is true
+    on one path and false on another.
+    """
 
     tracer: Any
 
@@ -102,18 +105,18 @@ class Tracer(fx.Tracer):
         # Where the modules are called that return a node's value, the innermost first; the node's
         # own module is not among them.
         self.returned: dict[fx.Node, list[Place]] = defaultdict(list)
-        # Of the function that makes a call: its globals, and its locals that are no values under
-        # trace.
+        # The globals of the function that makes a call, and those of its locals that are no values
+        # under trace.
         self.variables: dict[fx.Node, tuple[dict[str, Any], dict[str, Any]]] = {}
         # How many conditions on values were met so far.
         self.conditions = 0
         # The parts whose code met them, for each of their conditions.
         self.branching: list[nn.Module] = []
-        # What was said to the questions about sizes and types that conditions asked.
+        # The answers to conditions that ask for sizes and types alone, by question.
         self.answers: dict[str, bool] = {}
         # The decisions that lead to the paths that branch off this one.
         self.others: list[tuple[bool, ...]] = []
-        # What values are that the code turned into numbers, if there are any.
+        # The number that values are turned into; None if the code turns none into a number.
         self.size: int | None = None
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -256,8 +259,9 @@ class Tracer(fx.Tracer):
 
 
 def _question(node: fx.Node) -> str | None:
-    """Return what a condition asks of sizes and types, alike where the answer is; None if it asks
-    something else, or code changes a tensor's shape in place.
+    """Return a condition on sizes and types as text, equal for conditions with the same outcome.
+
+    None says that it asks for something else, or that code changes a tensor's shape in place.
     """
     name = call_name(node)
     attribute = name
@@ -332,8 +336,9 @@ def _raising_outcomes(code: CodeType, offset: int) -> set[bool]:
     if jump is None or not jump.opname.endswith(("_TRUE", "_FALSE")):
         return set()
     after = next((at for at in following if at > jump.offset), -1)
-    where = {jump.opname.endswith("_TRUE"): jump.argval, jump.opname.endswith("_FALSE"): after}
-    return {outcome for outcome, at in where.items() if at in raising}
+    jumps_if = jump.opname.endswith("_TRUE")
+    next_step = {jumps_if: jump.argval, not jumps_if: after}
+    return {outcome for outcome, at in next_step.items() if at in raising}
 
 
 def _owner(callers: list[FrameType]) -> nn.Module:
@@ -398,7 +403,8 @@ def traced(
         (`raise`, `assert`), or in a name or value that the path leaves unset, cannot.
 
     Raises:
-        Exception: What the code raises under trace, unless it raises it itself on some paths alone.
+        Exception: What the code raises under trace, unless it ends only some of the paths by an
+            error of its own.
     """
     paths: list[Tracer] = []
     refusals: list[Exception] = []

@@ -246,7 +246,7 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
     """The convolution that gives all that it puts out to a norm's call, at most past identities, on
     every path.
     """
-    node = flow.source(norm)
+    node = flow.producer(norm)
     while node is not None and len(flow.consumers(node)) == 1:
         module = flow.modules.get(node)
         if not isinstance(module, nn.Identity):
@@ -257,7 +257,7 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
             if any(_has_other_paths(flow, call) for call in (norm, node)):
                 return None
             return module
-        node = flow.source(node)
+        node = flow.producer(node)
     return None
 
 
