@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_images import Part
+from retrofit.finetune.run_images import ImageSubset
 from retrofit.images.dataset import heed_no_signals
 from retrofit.record import Preprocess
 from retrofit.utils.forward_pass import other_random_states_kept
@@ -31,7 +31,7 @@ Sample = tuple[Tensor, int]
 CPU = torch.device("cpu")
 
 
-class Augmented(Part):
+class Augmented(ImageSubset):
     """Images whose augmentation is drawn from (seed, epoch, image): ask for a list of (epoch,
     number).
     """
@@ -234,7 +234,7 @@ def _channels_last_batch(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     return pixels.movedim(-1, 1), targets
 
 
-def replace_unreadable(images: Tensor, targets: Tensor, source: Part) -> list[str]:
+def replace_unreadable(images: Tensor, targets: Tensor, source: ImageSubset) -> list[str]:
     """Replace a batch's unreadable images by readable ones, and return their names.
 
     Raises:

@@ -19,7 +19,7 @@ from retrofit.finetune.divergence import (
 from retrofit.finetune.objective import Objective
 from retrofit.finetune.optimization import build_optimizer, build_scheduler
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
-from retrofit.finetune.run_images import Images, Part, open_data
+from retrofit.finetune.run_images import Images, ImageSubset, open_data
 from retrofit.finetune.run_network import fit_network, scores_of
 from retrofit.finetune.run_report import Position, RunCallback
 from retrofit.finetune.strength_schedule import StrengthSchedule
@@ -93,7 +93,7 @@ class PreparedRun:
         processes = self.accelerator.num_processes
         self.val = validation_share(images.val, preprocess, labelling, self.accelerator)
         as_validated = create_transform(**preprocess.to_dict())
-        self.plain_images = Part(images.train.images, transform=as_validated)
+        self.plain_images = ImageSubset(images.train.images, transform=as_validated)
         self.batches = Batches(
             images.train.images, recipe, preprocess, rank, processes, self.device
         )

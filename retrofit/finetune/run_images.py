@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.dataset import TO_VALIDATE, ImageData, has_part, open_images, parts_in
+from retrofit.images.dataset import TO_VALIDATE, ImageData, has_split, open_images, splits_in
 from retrofit.utils.text import shortlist, shown
 
 UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"
@@ -47,7 +47,7 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         UsageError: If the data has no such part, or is a stream.
         RetrofitError: If the images cannot be read, have a single class, or leave none for a part.
     """
-    train = _open_part(recipe, _train_split(recipe), channels)
+    train = _open_split(recipe, _train_split(recipe), channels)
     if isinstance(train.images, IterableDataset):
         raise UsageError(
             f"{recipe.dataset} is a stream, in which no run can be resumed; unpack it, or use hfds/"
@@ -63,7 +63,7 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     if isinstance(val_split, float):
         train, val = _hold_out(train, val_split, recipe.seed)
     else:
-        val = _open_part(recipe, val_split, channels, names)
+        val = _open_split(recipe, val_split, channels, names)
         _refuse_other_classes(recipe, names, val)
     return Images(train, val, names, notes)
 
@@ -85,7 +85,7 @@ def _with_classes(
     return train, train.names
 
 
-def _open_part(
+def _open_split(
     recipe: Recipe, split: str, channels: int, labels: Sequence[str] | None = None
 ) -> ImageData:
     return open_images(
@@ -100,12 +100,12 @@ def _open_part(
 
 def _train_split(recipe: Recipe) -> str:
     """Return the part to train on: all of a folder or tar that has no parts."""
-    if has_part(recipe.data_dir, recipe.dataset, recipe.train_split):
+    if has_split(recipe.data_dir, recipe.dataset, recipe.train_split):
         return recipe.train_split
-    others = parts_in(recipe.data_dir)
+    others = splits_in(recipe.data_dir)
     val_split = recipe.val_split
     if not others and isinstance(val_split, str):
-        others = [part for part in [val_split] if has_part(recipe.data_dir, recipe.dataset, part)]
+        others = [part for part in [val_split] if has_split(recipe.data_dir, recipe.dataset, part)]
     is_default = recipe.train_split == Recipe.model_fields["train_split"].default
     if is_default and not others:
         return "."
@@ -118,7 +118,7 @@ def _train_split(recipe: Recipe) -> str:
 def _val_split(recipe: Recipe) -> str | float:
     """Return the part to validate on, or a fraction of the images to train on."""
     split = recipe.val_split
-    if isinstance(split, float) or has_part(recipe.data_dir, recipe.dataset, split):
+    if isinstance(split, float) or has_split(recipe.data_dir, recipe.dataset, split):
         return split
     if split not in TO_VALIDATE:
         raise UsageError(
@@ -157,12 +157,12 @@ def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, I
         )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator, device="cpu").tolist()
-    train = Part(data.images, sorted(order[held:]))
-    val = Part(data.images, sorted(order[:held]))
+    train = ImageSubset(data.images, sorted(order[held:]))
+    val = ImageSubset(data.images, sorted(order[:held]))
     return replace(data, images=train), replace(data, images=val)
 
 
-class Part(Dataset[Any]):
+class ImageSubset(Dataset[Any]):
     """Some images of a map-style dataset, with a transform of their own.
 
     Args:

@@ -14,7 +14,7 @@ from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy, evaluate, predictions
 from retrofit.finetune.processes import summed
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_images import Part
+from retrofit.finetune.run_images import ImageSubset
 from retrofit.images.dataset import ImageData
 from retrofit.record import Preprocess
 
@@ -45,12 +45,12 @@ def validation_share(
             "give more, or a larger `val_split`"
         )
     share = range(accelerator.process_index, count, processes)
-    part = Part(images.images, share, create_transform(**preprocess.to_dict()))
+    subset = ImageSubset(images.images, share, create_transform(**preprocess.to_dict()))
     if teacher is None:
-        return replace(images, images=part)
-    batches = DataLoader(part, _LABELLED_BATCH)
-    part.targets = predictions(teacher, (batch[0].to(accelerator.device) for batch in batches))
-    return replace(images, images=part, outputs=None)
+        return replace(images, images=subset)
+    batches = DataLoader(subset, _LABELLED_BATCH)
+    subset.targets = predictions(teacher, (batch[0].to(accelerator.device) for batch in batches))
+    return replace(images, images=subset, outputs=None)
 
 
 def validate(

@@ -29,15 +29,15 @@ from retrofit.utils.text import one_line, plural, shortlist, shown
 
 Matched = Literal["class map", "labels", "order"]
 
-# Names of one part, to timm.
+# Names of one split, to timm.
 _TRAIN_NAMES = ("train", "training")
 TO_VALIDATE = ("val", "valid", "validation", "eval", "evaluation")
-_PARTS = (*_TRAIN_NAMES, *TO_VALIDATE, "test", "testing")
-# Datasets whose parts are sub-folders.
+_SPLITS = (*_TRAIN_NAMES, *TO_VALIDATE, "test", "testing")
+# Datasets whose splits are sub-folders.
 _FOLDERS = ("", "torch/folder", "torch/image_folder")
 # torchvision checks the names of these itself; of all others it gives the test images for any word
 # but "train".
-_OWN_PARTS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
+_CHECKED_SPLITS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -125,13 +125,13 @@ class ImageData:
 
     # A dataset for timm's `create_loader`, still without a transform.
     images: Any
-    # How many the data has.
+    # How many classes the data has.
     classes: int | None = None
-    # How many a model needs for the targets.
+    # How many outputs a model needs for the targets.
     outputs: int | None = None
     # What gave the classes their outputs: a class map, the model's own labels, their order.
     matched: Matched = "order"
-    # Of the data's classes by target, or with a class map the map's.
+    # Names of the data's classes in the order of the targets, or of the class map's.
     names: tuple[str, ...] | None = None
     # Sentences for the user.
     notes: tuple[str, ...] = ()
@@ -202,8 +202,8 @@ class ImageData:
         return replace(self, outputs=max(targets) + 1, matched=matched, names=names)
 
 
-def _part_folder(data_dir: FileName, split: str) -> Path | None:
-    """Return the sub-folder of a part, or the folder itself for "."; None if there is none."""
+def _split_folder(data_dir: FileName, split: str) -> Path | None:
+    """Return the sub-folder of a split, or the folder itself for "."; None if there is none."""
     if split == ".":
         return Path(data_dir)
     synonyms = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
@@ -211,30 +211,28 @@ def _part_folder(data_dir: FileName, split: str) -> Path | None:
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
-def has_part(data_dir: FileName | None, dataset: str, split: str) -> bool:
-    """Whether the data has a part of that name, "." being all of a folder or tar.
+def has_split(data_dir: FileName | None, dataset: str, split: str) -> bool:
+    """Whether the data has a split of that name; "." is all of a folder or tar.
 
-    Folders have it as a sub-folder, tars have none. The digits, and torchvision's datasets, have
-    parts of the usual names; other datasets check the name when they are opened.
+    A folder's splits are sub-folders; a tar has none. The digits and torchvision's datasets have
+    splits of the usual names. Other datasets check the name when they are opened.
     """
     dataset = dataset.lower()
     if dataset in _FOLDERS and data_dir is not None:
-        return _part_folder(data_dir, split) is not None
+        return _split_folder(data_dir, split) is not None
     if dataset == "digits" or dataset.startswith("torch/"):
-        return dataset in _OWN_PARTS or split in _PARTS
+        return dataset in _CHECKED_SPLITS or split in _SPLITS
     return True
 
 
-def parts_in(data_dir: FileName | None) -> list[str]:
-    """Return the sub-folders of a folder that hold folders and are called as parts of data usually
-    are.
-    """
+def splits_in(data_dir: FileName | None) -> list[str]:
+    """Return the sub-folders of a folder that hold folders and have the usual name of a split."""
     if data_dir is None or not Path(data_dir).is_dir():
         return []
     return sorted(
         folder.name
         for folder in Path(data_dir).iterdir()
-        if folder.name.lower() in _PARTS and _holds_folders(folder)
+        if folder.name.lower() in _SPLITS and _holds_folders(folder)
     )
 
 
@@ -256,22 +254,22 @@ def open_images(
     Args:
         data_dir: A folder or .tar, or the folder of a named dataset.
         dataset: A dataset that timm names ("torch/cifar10", ...), or "digits".
-        split: A part: of a folder a sub-folder, or "." for all of it; a folder without parts needs
-            none.
+        split: Name of a split: a sub-folder of a folder, or "." for all of it. A folder without
+            splits needs none.
         class_map: A file with one class name a line, in the order of the model's outputs.
         labels: The model's own class names, which stand in for a class map if every class of the
             data is among them.
         channels: Channels of the images, 3 or 1.
 
     Raises:
-        UsageError: If the arguments contradict each other, or the data has no such part.
+        UsageError: If the arguments contradict each other, or the data has no such split.
         RetrofitError: If there is no image, or the data or the class map cannot be read.
     """
     if channels not in (1, 3):
         advice = "build it with `in_chans=3` or `in_chans=1`"
         raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; {advice}")
-    _check_source(data_dir, dataset)
-    _check_part(data_dir, dataset, split)
+    _check_origin(data_dir, dataset)
+    _check_split(data_dir, dataset, split)
     mode = "L"
     if channels == 3:
         mode = "RGB"
@@ -285,7 +283,7 @@ def open_images(
     return data.mapped(class_map, labels)
 
 
-def _check_source(data_dir: FileName | None, dataset: str) -> None:
+def _check_origin(data_dir: FileName | None, dataset: str) -> None:
     if dataset == "digits" and data_dir is not None:
         raise UsageError(
             "the digits are built in and lie in no folder; drop `dataset` or `data_dir`"
@@ -299,7 +297,7 @@ def _check_source(data_dir: FileName | None, dataset: str) -> None:
 
 
 def _of_files(data_dir: FileName, split: str, mode: str, topmost: bool) -> ImageData:
-    files = ImageFiles(_part_folder(data_dir, split) or Path(data_dir), topmost=topmost)
+    files = ImageFiles(_split_folder(data_dir, split) or Path(data_dir), topmost=topmost)
     notes: tuple[str, ...] = ()
     if files.empty:
         notes = (f"no image in {shortlist(files.empty)}: no class of its own",)
@@ -310,24 +308,24 @@ def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()
     return ImageData(images, len(classes), len(classes), names=tuple(classes), notes=notes)
 
 
-def _check_part(data_dir: FileName | None, dataset: str, split: str) -> None:
-    """Refuse a part that the data does not have: torchvision would give its test images for any
+def _check_split(data_dir: FileName | None, dataset: str, split: str) -> None:
+    """Refuse a split that the data does not have: torchvision would read its test images for any
     other word.
     """
-    if has_part(data_dir, dataset, split):
+    if has_split(data_dir, dataset, split):
         return
-    # The default: a folder without parts is read as it is.
+    # The default: a folder without splits is read as it is.
     if split == "validation":
-        parts = parts_in(data_dir)
-        if parts:
+        splits = splits_in(data_dir)
+        if splits:
             raise UsageError(
-                f"{data_dir} has no part to validate on, but {shortlist(parts)}; "
+                f"{data_dir} has no part to validate on, but {shortlist(splits)}; "
                 "give `split` one of these names, or `split='.'` for all of it"
             )
         return
-    # A tar is one part, whatever it is called.
+    # A tar is one split, of whatever name.
     is_folder = Path(str(data_dir)).is_dir()
-    if not is_folder and split in _PARTS:
+    if not is_folder and split in _SPLITS:
         return
     others = "train or validation"
     if dataset.lower() in _FOLDERS:
@@ -370,10 +368,10 @@ def sample_loader(
     batch_size: int = 32,
     labelled: bool = True,
 ) -> DataLoader[Any]:
-    """Return a loader of images spread evenly over a set, which reads a batch when asked for it.
+    """Return a loader of images spread evenly over a dataset; a batch is read when it is asked for.
 
     Args:
-        data: The set, whose images are given their transform.
+        data: The dataset; its transform is set to that of `preprocess`.
         preprocess: How a model takes its images.
         images: The most images to read.
         batch_size: Images in a batch.
@@ -407,7 +405,7 @@ def sample_batches(
 ) -> list[Tensor]:
     """Read images spread evenly over a folder or tar, as batches (N, C, H, W) that a model takes.
 
-    Of a folder, a part to validate on is taken if there is one; classes do not matter.
+    A folder's validation split is read if it has one; classes do not matter.
 
     Args:
         data_dir: The folder or tar.
@@ -419,18 +417,18 @@ def sample_batches(
         RetrofitError: If there is no image, or one cannot be read.
     """
     split = "."
-    if has_part(data_dir, "", "validation"):
+    if has_split(data_dir, "", "validation"):
         split = "validation"
     data = open_images(data_dir, split=split, channels=preprocess.input_size[0])
     return [pixels for pixels, _ in sample_loader(data, preprocess, images, batch_size)]
 
 
 def heed_no_signals(_worker: object) -> Any:
-    """Leave signals that go to a whole process group (Ctrl-C, `timeout`, a batch system) to the
-    main process.
+    """Ignore signals that go to a whole process group (Ctrl-C, `timeout`, a batch system): the main
+    process ends its workers itself.
 
-    It ends its workers itself. For a DataLoader's `worker_init_fn`, or timm's `worker_seeding`,
-    which asks for the worker's seed, an int, as torch chose it.
+    It is for a DataLoader's `worker_init_fn`, and for timm's `worker_seeding`, which wants the
+    worker's seed, an int, as torch chose it.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

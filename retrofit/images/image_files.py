@@ -30,10 +30,10 @@ _DEEPEST_TAR = 16
 ADVICE = "give a folder or tar with a folder per class"
 
 # Offset and size in a file.
-Place = tuple[int, int]
-_WHOLE: Place = (0, -1)
-# Of an image in a tar that is no plain file: it is listed as unreadable.
-_EMPTY: Place = (0, 0)
+Extent = tuple[int, int]
+_WHOLE: Extent = (0, -1)
+# The extent of an image in a tar that is no plain file: it is listed as unreadable.
+_EMPTY: Extent = (0, 0)
 
 
 class ImageFiles:
@@ -57,19 +57,19 @@ class ImageFiles:
         # Folders without an image, which are no classes.
         self.empty: tuple[str, ...] = ()
         if self._packed:
-            places = dict(_in_tar(root))
+            extents = dict(_in_tar(root))
         else:
             names, empty = _in_folder(root)
-            places = dict.fromkeys(names, _WHOLE)
+            extents = dict.fromkeys(names, _WHOLE)
             self.empty = tuple(empty)
         if topmost:
-            places = {name: place for name, place in places.items() if "/" in name}
-        if not places:
+            extents = {name: extent for name, extent in extents.items() if "/" in name}
+        if not extents:
             raise RetrofitError(
                 f"no images found in {root} (.png, .jpg, .webp, .tif, ...); {ADVICE}"
             )
-        self._names = sorted(places, key=_natural)
-        self._places = [places[name] for name in self._names]
+        self._names = sorted(extents, key=_natural)
+        self._extents = [extents[name] for name in self._names]
         self._set_targets(topmost)
 
     def _set_targets(self, topmost: bool) -> None:
@@ -89,14 +89,14 @@ class ImageFiles:
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
         """Return an image's bytes and its target.
 
-        Nothing is kept open: processes that share an open file would move each other's place in it.
+        Nothing is kept open: processes that share an open file would move each other's position in it.
 
         Raises:
             RetrofitError: If the image is not a regular file, or cannot be opened.
             OSError: If it cannot be read.
         """
         path = self.root if self._packed else os.path.join(self.root, self._names[index])
-        offset, size = self._places[index]
+        offset, size = self._extents[index]
         with open_file(path, "image") as file:
             file.seek(offset)
             return io.BytesIO(file.read(size)), self._targets[index]
@@ -114,14 +114,14 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
     images: list[str] = []
     empty: list[str] = []
     first_paths: dict[tuple[int, int], Path] = {}
-    for place, folders, files in os.walk(root, onerror=_refuse_unreadable, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=_refuse_unreadable, followlinks=True):
         folders.sort()
-        path = Path(place).relative_to(root)
+        path = Path(folder).relative_to(root)
         if len(path.parts) > _DEEPEST_FOLDER:
             raise RetrofitError(
                 f"{root} has more than {_DEEPEST_FOLDER} folders inside one another; {ADVICE}"
             )
-        status = os.stat(place)
+        status = os.stat(folder)
         identity = status.st_dev, status.st_ino
         first = first_paths.setdefault(identity, path)
         if first in path.parents:
@@ -146,8 +146,8 @@ def _refuse_unreadable(error: OSError) -> None:
     ) from error
 
 
-def _in_tar(path: Path) -> Iterator[tuple[str, Place]]:
-    """Give the paths and places of the images in a tar; a tar in it counts as a folder."""
+def _in_tar(path: Path) -> Iterator[tuple[str, Extent]]:
+    """Yield the paths and extents of the images in a tar; a tar inside it counts as a folder."""
     if not path.name.lower().endswith(_TARS):
         raise RetrofitError(
             f"no images found in {path}, which is neither a folder nor a .tar; {ADVICE}"
@@ -169,19 +169,26 @@ def _in_tar(path: Path) -> Iterator[tuple[str, Place]]:
 
 def _members(
     file: IO[bytes] | None, folder: str, start: int, depth: int
-) -> Iterator[tuple[str, Place]]:
-    """Give the images of a tar that begins at byte `start` and may hold tars of `depth` levels."""
+) -> Iterator[tuple[str, Extent]]:
+    """Yield the paths and extents of the images in a tar, which may hold tars of `depth` levels.
+
+    Args:
+        file: The tar, open.
+        folder: The path that its images' paths begin with.
+        start: The byte of the outermost file at which the tar begins.
+        depth: How many levels of tars inside tars are read.
+    """
     if depth == 0:
         raise tarfile.ReadError(f"more than {_DEEPEST_TAR} tars inside one another")
     # A file that was packed twice is a link to its first copy, which stands before it.
-    places: dict[str, Place] = {}
+    extents: dict[str, Extent] = {}
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
             name = os.path.normpath(member.name)
-            places[name] = _place_of(member, start, places)
+            extents[name] = _extent_of(member, start, extents)
             path = os.path.normpath(os.path.join(folder, name))
             if _is_image(name):
-                yield path, places[name]
+                yield path, extents[name]
             elif member.isreg() and name.lower().endswith(".tar"):
                 if member.issparse():
                     raise tarfile.ReadError(f"{path} is packed as a sparse file")
@@ -194,10 +201,12 @@ def _members(
             raise tarfile.ReadError(f"damaged at byte {start + tar.offset:,}")
 
 
-def _place_of(member: tarfile.TarInfo, start: int, places: dict[str, Place]) -> Place:
-    """Return where a member of a tar that begins at byte `start` lies, behind files at `places`."""
+def _extent_of(member: tarfile.TarInfo, start: int, extents: dict[str, Extent]) -> Extent:
+    """Return the extent of a member of a tar that begins at byte `start`; `extents` are those of
+    the members before it, by name.
+    """
     if member.islnk():
-        return places.get(os.path.normpath(member.linkname), _EMPTY)
+        return extents.get(os.path.normpath(member.linkname), _EMPTY)
     if member.isreg() and not member.issparse():
         return start + member.offset_data, member.size
     return _EMPTY
@@ -208,9 +217,7 @@ def _is_image(name: str) -> bool:
 
 
 def _natural(name: str) -> tuple[list[object], str]:
-    """Order numbers in names by value, as timm does; names that differ in case alone have an order
-    too.
-    """
+    """Return a key that sorts numbers in names by value, as timm does, and case last."""
     parts: list[object] = re.split(r"(\d+)", name.lower())
     for index in range(1, len(parts), 2):
         parts[index] = int(str(parts[index]))

@@ -1,9 +1,9 @@
 """The artifact: one safetensors file that holds a converted network and how to build it again.
 
-Loading builds the network from its library, or takes one that the user built, repeats the
-conversion on its structure and loads the tensors strictly; nothing from the file is executed. What
-the tensors do not say (strides, eps, classes of layers) shows in sampled outputs, which the
-manifest holds and `load` compares.
+Loading builds the network from its library, or takes one that the user built. It repeats the
+conversion on that structure and loads the tensors strictly. Nothing from the file is executed.
+Strides, eps and classes of layers, which no tensor shows, are checked by the sampled outputs in the
+manifest.
 """
 
 import json
@@ -43,12 +43,11 @@ UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
 
 
 def artifact_path(text: str) -> Path | None:
-    """Return the artifact that MODEL names, which has weights and sizes of its own; None if it
-    names a network.
+    """Return the path of the artifact that MODEL names; None if it names a network.
 
-    An artifact is named by its path, `*.safetensors`, or is what `local-dir:FOLDER` or
-    `hf-hub:OWNER/NAME[@REVISION]` holds. From the hub it is fetched. None also if the hub gives no
-    answer, or what lies there is not ours.
+    An artifact is named by its path, `*.safetensors`, or by `local-dir:FOLDER` or
+    `hf-hub:OWNER/NAME[@REVISION]`. From the hub it is fetched. None also if the hub does not
+    answer, or holds no artifact of ours there.
 
     Raises:
         RetrofitError: If the hub's repository is ours and its artifact cannot be fetched.

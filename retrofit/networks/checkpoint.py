@@ -204,8 +204,9 @@ def _check_dense(file: Path, tensors: Tensors) -> None:
 
 
 def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
-    """Find the mappings that hold named tensors, by the keys that lead there; each once, those near
-    the top first.
+    """Return the mappings in a file that hold named tensors, by the keys that lead to them.
+
+    Each comes once, those near the top first.
     """
     sets: dict[str, dict[str, Tensor]] = {}
     seen: set[int] = set()
@@ -226,14 +227,14 @@ def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def _prefix_under(nest: str, key: str) -> str:
-    """Return how names in a nest begin that a key leads to; empty for the nest itself."""
+    """Return the prefix that a key means for the names in a nest; empty if it means the nest."""
     if not nest:
         return f"{key}."
     return f"{key}.".removeprefix(f"{nest}.")
 
 
 def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
-    """Return the nest of the weights to take, and how their names begin, if the key says that."""
+    """Return the nest of the weights to take, and the prefix of their names if the key is one."""
     usual = [nest for nest in (*_NESTS, "") if nest in sets]
     if not usual and len(sets) == 1:
         usual = [*sets]
@@ -250,7 +251,7 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
 def _chosen_by_key(
     sets: Mapping[str, Tensors], key: str, nests: Iterable[str], path: str | Path
 ) -> tuple[str, str]:
-    """Return the nest that a key names; or the first that holds names with this beginning."""
+    """Return the nest that a key names, or the first that holds names with the key as prefix."""
     if key in sets:
         return key, ""
     for nest in nests:

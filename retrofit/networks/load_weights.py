@@ -48,12 +48,15 @@ def load_into(
     """Load a checkpoint's tensors into a network: all of them, into all of its tensors, unless
     `partial`.
 
-    By name, one prefix that the weights' names share ("model.", DistributedDataParallel's
-    "module.") is taken off, and what timm's own converter for the architecture makes of foreign
-    names and sizes is accepted too; with `partial` tensors may be missing, left over or of another
-    shape, and are listed. In "order", tensors are paired by position and shape, whatever they are
-    called. Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be absent on
-    either side. Where the tensors do not fit, the network may be half loaded.
+    By name: one prefix that the weights' names share ("model.", DistributedDataParallel's
+    "module.") is taken off. timm's converter for the architecture translates foreign names and
+    sizes, where more tensors fit then. With `partial`, tensors may be missing, left over or of
+    another shape; they are listed.
+
+    By order: tensors are paired by position and shape, whatever they are called.
+
+    Only counters (`num_batches_tracked`, AveragedModel's `n_averaged`) may be absent on either
+    side. If the tensors do not fit, the network may be half loaded.
 
     Args:
         model: The network.
@@ -151,8 +154,8 @@ def _load(model: nn.Module, tensors: Tensors) -> tuple[Names, Names]:
 
 
 def _without_wrappers(ours: Tensors, state: Tensors) -> Tensors:
-    """Take off, one by one, what DistributedDataParallel, AveragedModel and torch.compile put
-    before a network's names.
+    """Take off, one by one, the prefixes that DistributedDataParallel, AveragedModel and
+    torch.compile give a network's names.
     """
     while ours.keys().isdisjoint(state):
         cleaned = clean_state_dict(state)
@@ -172,7 +175,7 @@ class _Misfit:
         missing: Those of the network that the checkpoint does not hold.
         unexpected: Those of the checkpoint that the network does not have.
         unfit: Those of both that are of another shape or type.
-        prefix: What stood before the names that were taken, if there were others.
+        prefix: The prefix of the names that were taken, if the checkpoint has names without it.
     """
 
     ours: Tensors
@@ -246,8 +249,8 @@ def _partial(names: Names, description: str) -> str:
 
 
 def _prefix(ours: Tensors, state: Tensors) -> str:
-    """Return what stands before the network's names in a checkpoint's, if at least half of them are
-    there.
+    """Return the prefix under which a checkpoint has at least half of the network's names; empty
+    for none.
 
     Two prefixes that fit equally well are refused: the file holds two sets of weights.
     """
@@ -276,8 +279,8 @@ def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
 
 
 def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Translate names and sizes with the function that timm has for the architecture, where more
-    fits then.
+    """Translate names and sizes with timm's converter for the architecture, if more tensors fit
+    then.
     """
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     ours = state_tensors(model)

@@ -1,5 +1,5 @@
-"""Networks of timm, of torchvision and of one's own: found by name, built, and what they expect of
-their images.
+"""Model sources: names of timm's, torchvision's and one's own networks, how these are built, and
+how they expect their images.
 """
 
 import difflib
@@ -235,8 +235,8 @@ def _built(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSourc
 
 @contextmanager
 def no_waiting_for_the_hub() -> Iterator[None]:
-    """Without a network use only what is cached: the hub's client would try, and say so, for 20
-    seconds a file.
+    """Use only cached files where there is no connection: the hub's client would retry for 20
+    seconds a file, and log it.
     """
     offline = constants.HF_HUB_OFFLINE
     log = logging.getLogger("huggingface_hub")
@@ -373,7 +373,7 @@ def _timms_preprocess(model: nn.Module, source: ModelSource) -> Preprocess:
     cfg = {"input_size": (channels, 224, 224), **(getattr(model, "pretrained_cfg", None) or {})}
     converted_size = record_of(model).input_size or ()
     is_one_image = len(converted_size) == 3 and is_size_of_images(converted_size)
-    # Of a network that a library builds, the library's size counts.
+    # A network that a library builds has the library's size.
     if source.library == "own" and is_one_image:
         cfg["input_size"] = converted_size
     try:

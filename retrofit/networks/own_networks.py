@@ -1,8 +1,7 @@
-"""Networks of one's own: `py:package.module:callable`, imported because the user typed it, and for
-no other reason.
+"""Networks of one's own: `py:package.module:callable`, which is imported only if the user types it.
 
-An artifact of such a network holds that name for people to read: what builds the network is said
-anew each time.
+An artifact of such a network holds the name for people to read. Nothing imports it from there: the
+user names the callable again each time.
 """
 
 import difflib

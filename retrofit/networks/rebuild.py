@@ -1,9 +1,8 @@
-"""A network built again: which of its library's it is, proved by building that one, and never more
-than a file holds.
+"""Build a network again: identify it among its library's, and build no more than a file can hold.
 
-A manifest names a network and its sizes in a few bytes; building a network of a million layers, to
-find that the file holds sixty tensors, would take minutes and gigabytes. So the file's tensors
-bound the building.
+A network is identified by building the library's and comparing the two. A manifest names a network
+and its sizes in a few bytes. Building a network of a million layers, to find that the file holds
+sixty tensors, would take minutes and gigabytes. So the file's tensors bound what is built.
 """
 
 import inspect
@@ -38,8 +37,8 @@ _SIZES = 4
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a
 # layer works out when it is called first.
 _NEUTRAL = {"training", "grad_checkpointing", "fused_attn", "scales", "map_levels", *SETTINGS}
-# Arguments that make torchvision's builders build other modules: what to look for, and what to pass
-# then.
+# Arguments that make torchvision's builders build other modules: a parameter to look for in the
+# builder's signature, and the argument to pass then.
 _STRUCTURES = {
     "aux_loss": ("aux_loss", True),
     "aux_logits": ("aux_logits", False),
@@ -58,18 +57,18 @@ class TooLargeError(RetrofitError):
 
 
 def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[ModelSource, nn.Module]:
-    """Tell where a network, converted or not, comes from, and return the skeleton of what is built
-    there as the proof.
+    """Tell where a network, converted or not, comes from, and return the skeleton that proves it.
 
-    Compared are tensors' names and shapes, and every module's class and plain attributes. The
-    skeleton is converted as `model` is, and on the meta device where it builds there.
+    The skeleton is what the source builds, converted as `model` is, on the meta device if possible.
+    It is compared with `model`: names and shapes of tensors, and every module's class and plain
+    attributes.
 
-    Of a network that is the user's own, and that nobody said how to build, the source is its class
-    and the skeleton is the network itself.
+    If the network is the user's own, and nobody said how to build it, the source is its class and
+    the skeleton is the network itself.
 
     Args:
         model: The network.
-        source: The answer, where the network cannot tell.
+        source: The source to prove; by default, the one that the network records.
 
     Raises:
         RetrofitError: If the library builds another network; the message says what differs.
@@ -102,12 +101,12 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
 
 @dataclass(frozen=True)
 class _Miss:
-    """How a source's network is not the one that is looked for.
+    """A source that builds another network.
 
     Attributes:
         tensors: How many tensors differ.
         problem: What differs.
-        others: The source with other numbers of classes, which may be the one.
+        others: The source with other numbers of classes, which may build the network.
     """
 
     tensors: int
@@ -136,8 +135,8 @@ def _compared(model: nn.Module, source: ModelSource) -> tuple[ModelSource, nn.Mo
 
 
 def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
-    """List what torchvision's builders make of the model's class, its own file's and usual
-    arguments first.
+    """Yield the torchvision sources that build the model's class: builders in the file of that
+    class first, and their usual arguments first.
     """
     home = type(model).__module__
     if not home.startswith("torchvision."):
@@ -145,7 +144,7 @@ def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
     package = home.rpartition(".")[0]
     builders = {name: get_model_builder(name) for name in list_models()}
     homes = {name: builder.__module__ for name, builder in builders.items()}
-    # A builder's file imports the class that it makes: building all others takes 15 seconds
+    # A builder's file imports the class that it builds. Trying all builders takes 15 seconds.
     names = [
         name
         for name in builders
@@ -172,8 +171,8 @@ def _structures_of(builder: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 def _other_classes(
     source: ModelSource, model: nn.Module, unlike: list[Tensor]
 ) -> tuple[ModelSource, ...]:
-    """Return a source with the numbers of classes that the network may have: what it says, or a
-    size that differs.
+    """Return a source with other numbers of classes: the one that the network states, and the
+    lengths of the tensors that differ.
     """
     sizes = sorted({len(tensor) for tensor in unlike if tensor.ndim})
     numbers = [getattr(model, "num_classes", None)]
@@ -190,9 +189,9 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
     """Name the first thing in which a network differs from what its library builds; empty if there
     is none.
 
-    Compared are names and classes of modules, and attributes that are numbers, words or lists of
-    them. An attribute that only one of the two has does not count: it is a note, or comes and goes
-    with a library's versions.
+    Names and classes of modules are compared, and attributes that are numbers, strings or lists of
+    them. An attribute that only one of the two has does not count: it is a note, or depends on the
+    library's version.
     """
     ours = dict(model.named_modules())
     theirs = dict(built.named_modules())
@@ -273,9 +272,7 @@ def skeleton(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
 
 
 def rebuilt(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
-    """Build a network, converted, whose tensors are about to be loaded: what would be random is
-    zero.
-    """
+    """Build a network, converted, whose tensors are about to be loaded: random values are zeros."""
     with torch.random.fork_rng(devices=[]), _NoRandomValues():
         return replay(model_sources.build(source), plans)
 

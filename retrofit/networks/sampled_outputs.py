@@ -1,8 +1,8 @@
 """Sampled outputs, by which a network that was built again is verified.
 
-They are a few numbers of what the network and some of its layers answer to an image. The image is
-the same on every machine, and float32 arithmetic on another processor, with another library,
-changes the numbers by far less than `TOLERANCE`.
+They are a few numbers from the outputs of the network and of some of its layers on an image. The
+image is the same on every machine. Another processor or library changes the numbers, computed in
+float32, by far less than `TOLERANCE`.
 """
 
 import copy
@@ -25,8 +25,8 @@ from retrofit.utils.text import printable, with_class
 # Of the largest value; AVX2 and AVX-512 differ by some 1e-6 of it an operation.
 TOLERANCE = 1e-3
 
-# The most that a network is run on: numbers of an image, and parameters times pixels. ViT-B at its
-# own size has 4.3e12 of these.
+# A network is run if an image has at most so many values, and parameters times pixels are fewer
+# than so many: ViT-B at its own size has 4.3e12 of these.
 _INPUTS = 4e6
 _PRODUCTS = 5e12
 # How many layers are sampled, and how many numbers of each output.
@@ -70,11 +70,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampledOutputs:
-    """What a network answers to an image.
+    """A network's outputs on an image.
 
     Attributes:
         size: (C, H, W) of the image.
-        classes: How many scores the network gives, where it gives one number for each class.
+        classes: How many class scores the network outputs; None if it outputs something else.
         values: By layer; "" is the network's output.
         not_checked: Why the network was not run; the other fields are empty then.
     """
@@ -137,8 +137,8 @@ class SampledOutputs:
 
 
 def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
-    """Run a network on an image of half its own size, or of that, or a smaller one where the
-    network is large.
+    """Run a network on an image of half its own size; of the full size if it takes no half, and of
+    less if the network is large.
     """
     size = tuple(own_size)
     while not is_small(model, size):
@@ -154,11 +154,11 @@ def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
 def sample_outputs_at(
     model: nn.Module, size: Sequence[int], layers: Collection[str] | None = None
 ) -> SampledOutputs:
-    """Run a network on an image of `size`, (C, H, W), on the CPU, in float32 or, if it is all
-    float64, that.
+    """Run a network on an image of `size`, (C, H, W), on the CPU, in float64 if it is all of that,
+    else in float32.
 
-    Sampled are those of `layers` that it has, or some of all if None. The network is left as it
-    was. Of a detector the backbone is run: its boxes come out of sorting, where rounding swaps two.
+    The outputs of `layers` are sampled, or of some layers if None. The network is left as it was.
+    Only the backbone of a detector is run: it sorts its boxes, and rounding may swap two.
     """
     values: dict[str, Sample] = {}
 
@@ -182,18 +182,19 @@ def sample_outputs_at(
     values = {name: sample for name, sample in values.items() if sample.samples}
     if not values:
         return SampledOutputs(not_checked="it answers random images with no finite number")
-    outputs = None
+    classes = None
     if not call.stage and isinstance(answer, Tensor) and answer.ndim == 2:
-        outputs = answer.shape[1]
-    return SampledOutputs(tuple(size), outputs, values)
+        classes = answer.shape[1]
+    return SampledOutputs(tuple(size), classes, values)
 
 
 def type_problem(model: nn.Module, size: Sequence[int]) -> str:
-    """Say that a network mixes float64 with other types in a way that it cannot run with; empty if
-    it does not.
+    """Say with which types a network cannot run because it mixes float64 with others; empty if it
+    runs.
 
-    Sampled outputs are those of a copy in one type, and autocast, which mixes other types, casts no
-    float64. The network is run on an image of `size`, (C, H, W), as it is.
+    Sampled outputs do not show this: they are those of a copy in one type. Autocast, which lets
+    other types be mixed, casts no float64. So the network is run as it is, on an image of `size`,
+    (C, H, W).
     """
     names = {
         tensor.dtype: name

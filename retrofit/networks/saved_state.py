@@ -74,8 +74,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def fits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether a tensor can take another's values: of its shape, and a number with a fraction if it
-    is one.
+    """Whether a tensor can take another's values: both have the same shape, and both are real,
+    complex or whole numbers.
     """
     return (
         ours.shape == theirs.shape
@@ -99,8 +99,8 @@ def misfit(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
 def list_misfit(
     missing: Iterable[str], unexpected: Iterable[str], unfit: Mapping[str, tuple[Tensor, Tensor]]
 ) -> str:
-    """Count and list the tensors that are not given, that are not the network's, and the (given,
-    network's) that differ.
+    """Count and list the tensors that are missing, that are unexpected, and the pairs (given, the
+    network's) that do not fit.
     """
     shapes = []
     types = []
@@ -109,15 +109,15 @@ def list_misfit(
             shapes.append(f"{name} {list(theirs.shape)} for {list(ours.shape)}")
         else:
             types.append(f"{name} {theirs.dtype} for {ours.dtype}".replace("torch.", ""))
-    kinds = {
+    problems = {
         "missing": [*missing],
         "unexpected": [*unexpected],
         "of another shape": shapes,
         "of another type": types,
     }
     return ", ".join(
-        f"{len(names)} {kind} ({shortlist(names, limit=120)})"
-        for kind, names in kinds.items()
+        f"{len(names)} {problem} ({shortlist(names, limit=120)})"
+        for problem, names in problems.items()
         if names
     )
 

@@ -16,7 +16,7 @@ from retrofit.record import network_in, set_record
 from retrofit.surgery.bypassed_layers import refuse_bypassed
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.norm_layers import NormLayer, find_norms, fitted, functional_norms
+from retrofit.surgery.norm_layers import NormLayer, find_norms, functional_norms, proved_on_shapes
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import Patterns, PlanRequest, plan_and_sites, refuse_constants
 from retrofit.surgery.source_run import HALF, run_source
@@ -101,8 +101,8 @@ def convert(
 
 
 def _size_of_samples(inputs: Inputs | None, input_size: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the shape of one sample that a caller names, or shows by one tensor of real numbers;
-    empty for none.
+    """Return the shape of one sample: `input_size`, or that of the inputs if they are one tensor of
+    real numbers; empty if neither tells.
     """
     if inputs is None:
         return tuple(input_size or ())
@@ -158,9 +158,9 @@ class _Conversion:
         shapes = None
         if self._run.reference is not None:
             shapes = self._run.reference.shapes
-            in_place = fitted(self._norms, shapes)
-            if in_place != self._norms:
-                self._norms = in_place
+            proved = proved_on_shapes(self._norms, shapes)
+            if proved != self._norms:
+                self._norms = proved
                 self._make_plan()
         if self.converter.changes_sets:
             refuse_constants(self._plan, self._norms, shapes)
@@ -171,7 +171,7 @@ class _Conversion:
             self.converted, self.report = execute(
                 self._plan, self.converter, self.network, self._norms, self._sites
             )
-            self._add_notes(*self._functions, *_said_of_earlier(self._norms))
+            self._add_notes(*self._functions, *_notes_on_earlier(self._norms))
             self._note_uncalled()
             if check:
                 self._check()
@@ -240,7 +240,7 @@ class _Conversion:
         return [layer for layer in strength_layers(self.converted) if layer not in earlier]
 
     def _count_agreement(self) -> None:
-        """Add on how many of the images the prediction stays the same at strength 1."""
+        """Add to the report for how many images the prediction stays the same at strength 1."""
         if self._run.predictions is None:
             return
         for layer in self._new_layers():
@@ -253,7 +253,7 @@ class _Conversion:
         self.report = replace(self.report, agreement={"images": images, "same": same})
 
     def _set_strength(self, strength: float | None) -> None:
-        """Set the strength of the new layers; add what changes with it on the example inputs."""
+        """Set the strength of the new layers; add to the report how it changes the outputs."""
         for layer in self._new_layers():
             layer.set_strength(strength or 0.0)
         if strength is None or self.report.strength is None:
@@ -285,7 +285,7 @@ def _converted_before(norms: Sequence[NormLayer]) -> list[StrengthMixin]:
     return list(dict.fromkeys(layers))
 
 
-def _said_of_earlier(norms: Sequence[NormLayer]) -> list[str]:
+def _notes_on_earlier(norms: Sequence[NormLayer]) -> list[str]:
     layers = _converted_before(norms)
     values = [layer.stored_strength for layer in layers if not layer._code.is_meta]
     if not values:

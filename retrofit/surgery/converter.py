@@ -33,7 +33,7 @@ _OPTIONS = {"alpha", "group_size", "noise", "noise_kind", "strength"}
 
 
 class Converter(ABC):
-    """Takes normalization layers of some families to their counterparts; it holds no state of a
+    """Converts normalization layers of some families to their counterparts; it keeps nothing of a
     conversion.
 
     Attributes:
@@ -55,9 +55,11 @@ class Converter(ABC):
     def plan(
         self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
     ) -> Decisions:
-        """Decide the fate of the layers that the caller's rules let through: a row for each, those
-        of the activations and convolutions around them, and where these are. Changes nothing; may
-        raise errors.
+        """Decide the fate of the layers that the caller's rules let through; change nothing.
+
+        Returns:
+            A row for each layer, the rows of the activations and convolutions around them, and the
+            sites of these.
         """
         return [self.decide(layer, options) for layer in layers], (), None
 
@@ -106,8 +108,14 @@ class Converter(ABC):
         target: str,
         settle: Callable[[Site], Any],
     ) -> list[EditRow]:
-        """Decide every activation: behind `converted` layers it becomes part of `target`, with
-        options of `settle`.
+        """Decide every activation: behind a converted layer it becomes part of the target layer.
+
+        Args:
+            model: The network.
+            sites: Its sites.
+            converted: Names of the converted layers.
+            target: The class of the target layer.
+            settle: Returns the options for a site.
         """
         rows = []
         for site in sites.sites:
@@ -118,7 +126,7 @@ class Converter(ABC):
                 rows.append(_activation_row(site, problem, target, settle))
         for activation in sites.unmatched:
             rows.append(EditRow(activation.name, activation.type, "", "left", activation.reason))
-        # The reason why a part cannot be traced stands once, at its activations if it has any.
+        # Why a part cannot be traced is said once: at its activations, if it has any.
         known_reasons = {activation.reason for activation in sites.unmatched}
         for norm, why in sites.uncovered.items():
             if norm in converted and why not in known_reasons:
@@ -162,9 +170,9 @@ def adopt(new: nn.Module, old: Any) -> Any:
     """Move parameters, buffers, children, hooks, training flag and all other attributes of `old`
     into `new`.
 
-    The parameters are the same objects, so that an optimizer that holds them keeps working. What
-    `new` has and `old` lacks stays as built, and so do the options of `new`; where `new` has a
-    parameter and `old` a buffer, as frozen layers do, it becomes a parameter.
+    The parameters are the same objects, so that an optimizer that holds them keeps working.
+    Attributes that `old` lacks stay as built, and so do the options of `new`. A buffer of `old`, as
+    frozen layers have, becomes a parameter where `new` has one.
     """
     for store in ("_parameters", "_buffers", "_modules"):
         getattr(new, store).update(getattr(old, store))
@@ -192,8 +200,10 @@ def activation_problem(model: nn.Module, site: Site) -> str:
 def group_count(
     name: str, channels: int, options: ConversionOptions, default: int
 ) -> tuple[int, str]:
-    """Return how many groups a layer gets: by `group_channels`, or at most `groups`, or `default`;
-    and a remark.
+    """Return how many groups a layer gets, and a remark.
+
+    `group_channels` decides if it is set; else the largest divisor of the channels that is at most
+    `groups`, or `default`.
 
     Raises:
         UsageError: If `group_channels` does not divide the layer's channels.

@@ -104,7 +104,7 @@ def execute(
     Raises:
         RetrofitError: If an activation of the plan is absent.
     """
-    # The layer that takes the place of a network that is one adopts the record with the rest.
+    # If the network is itself a layer, its successor adopts the record with its attributes.
     set_record(model, plans=(*plans_of(model), plan))
     device = device_of(model)
     params_before = _count_parameters(model)
@@ -123,7 +123,7 @@ def execute(
     bypass_guards.keep_transformer_off_its_fast_path(model, converted)
     notes = [
         plan.activations,
-        _said_of_thawed(built),
+        _note_on_thawed(built),
         *converter.finish(model, plan, places),
         bypass_guards.refuse_fusing(model, converted),
         bypass_guards.stop_packing_of_masked_tokens(model, converted),
@@ -158,8 +158,8 @@ def _build(
     layers: dict[str, NormLayer],
     device: torch.device,
 ) -> dict[nn.Module, nn.Module]:
-    """Return the new layer for each source, on the source's device; `device` is that of sources
-    without tensors.
+    """Return the new layer for each source, on the source's device, or on `device` if the source
+    holds no tensors.
     """
     built: dict[nn.Module, nn.Module] = {}
     for row in rows:
@@ -179,7 +179,7 @@ def _have_proxies_follow(model: nn.Module, built: dict[nn.Module, nn.Module]) ->
             module.follow(built[module.norm])
 
 
-def _said_of_thawed(built: dict[nn.Module, nn.Module]) -> str:
+def _note_on_thawed(built: dict[nn.Module, nn.Module]) -> str:
     thawed = 0
     for source, new in built.items():
         thawed += bool(source._buffers.keys() & new._parameters.keys())
@@ -217,10 +217,10 @@ def unchanged_on_failure(model: nn.Module, norms: Iterable[NormLayer]) -> Iterat
 
 
 def unrepeated(plans: Iterable[Plan], model: nn.Module) -> list[Plan]:
-    """Return the conversions that parts of a network have not gone through: code may build a
-    network of converted parts.
+    """Return the plans that a network has not gone through: its code may build it of parts that are
+    converted already.
 
-    Plans with the same decisions are the same; numbers in them depend on the weights.
+    Plans are the same if their decisions are; the numbers in them depend on the weights.
     """
     done = [_decisions(plan) for plan in plans_of(model)]
     return [plan for plan in plans if _decisions(plan) not in done]

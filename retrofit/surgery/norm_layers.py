@@ -1,9 +1,9 @@
-"""Which modules of a network are normalization layers, and of which family; and what normalizes
-without a layer.
+"""Which modules of a network are normalization layers, and of which family; and which functions
+normalize without a layer.
 
-Layers are matched by exact class, named by module path so that neither timm nor torchvision is
-imported to ask. What is not in the table may compute something else: it is taken for a known class
-where it is proved to be one (`same_formula.py`), and reported otherwise.
+Layers are matched by exact class. Classes are named by module path, so that neither timm nor
+torchvision is imported. A class that is not in the table may compute something else: it is taken for
+a known one if that is proved (`same_formula.py`), and reported otherwise.
 """
 
 import re
@@ -93,13 +93,13 @@ class NormLayer:
     name: str
     module: nn.Module
     # Full name of its class, or of the known class that it is proved to compute.
-    kind: str
+    class_path: str
     # A key of `FAMILIES`.
     family: str | None
     # "known": a converter may take it; else none does, for `reason`.
     status: Literal["known", "kept", "unsupported"]
     reason: str = ""
-    # The proof that it computes what `kind` does; None where it is of that class.
+    # The proof that it computes what `class_path` does; None where it is of that class.
     formula: Formula | None = None
 
     @property
@@ -109,8 +109,8 @@ class NormLayer:
 
     @property
     def known_class(self) -> str:
-        """Class name of `kind`."""
-        return self.kind.rpartition(".")[2]
+        """Class name of `class_path`."""
+        return self.class_path.rpartition(".")[2]
 
     @property
     def family_name(self) -> str:
@@ -119,7 +119,7 @@ class NormLayer:
 
     @cached_property
     def layer(self) -> Any:
-        """What a converter looks at: the module, or one of the class `kind` around its tensors."""
+        """What a converter looks at: the module, or one of the class `class_path` around its tensors."""
         if self.formula is None:
             return self.module
         return self.formula.layer(self.module)
@@ -144,24 +144,30 @@ def find_norms(model: nn.Module) -> Iterator[NormLayer]:
             yield norm
 
 
-def fitted(
+def proved_on_shapes(
     norms: Sequence[NormLayer], shapes: Mapping[str, Sequence[torch.Size]]
 ) -> list[NormLayer]:
-    """Prove the layers of foreign classes again, on the shapes that the network gives them, by
-    name.
+    """Prove the layers of foreign classes again, on inputs of the shapes that the network gives
+    them.
 
-    A class that takes inputs of any number of dimensions may be another known class there. One that
-    is proved to be none there is unsupported.
+    A class that takes inputs of any number of dimensions may be another known class on these. If it
+    is proved to be none, it is unsupported.
+
+    Args:
+        norms: The layers.
+        shapes: The shapes of each layer's inputs, by name.
     """
-    return [_fitted_layer(norm, list(dict.fromkeys(shapes[norm.name]))) for norm in norms]
+    return [_proved_layer(norm, list(dict.fromkeys(shapes[norm.name]))) for norm in norms]
 
 
-def _fitted_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
+def _proved_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
     if norm.formula is None or not shapes or agrees(norm.module, norm.formula, shapes):
         return norm
     formula = proved_formula(norm.module, KNOWN, shapes)
     if isinstance(formula, Formula):
-        return replace(norm, kind=formula.kind, family=KNOWN[formula.kind], formula=formula)
+        return replace(
+            norm, class_path=formula.class_path, family=KNOWN[formula.class_path], formula=formula
+        )
     reason = (
         f"it is {norm.known_class} on random inputs, but not on those of the shape that the "
         "network gives it"
@@ -170,8 +176,8 @@ def _fitted_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
 
 
 def _inside_parametrizations(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that compute tensors of a layer: `_SpectralNorm` is no normalization
-    layer.
+    """Return the modules that compute a layer's tensors, which are no normalization layers:
+    `_SpectralNorm` for one.
     """
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -181,42 +187,46 @@ def _inside_parametrizations(model: nn.Module) -> set[nn.Module]:
 
 
 def classify(name: str, module: nn.Module) -> NormLayer | None:
-    """Return what kind of normalization layer `module` is, or None if it is none."""
-    kind = full_name(type(module))
+    """Describe `module` as a normalization layer; None if it is none."""
+    class_path = full_name(type(module))
     if isinstance(module, StrengthMixin):
-        return NormLayer(name, module, kind, None, "kept", "already converted")
-    if kind not in KNOWN and not _is_normalization(module):
+        return NormLayer(name, module, class_path, None, "kept", "already converted")
+    if class_path not in KNOWN and not _is_normalization(module):
         return None
-    family = KNOWN.get(kind) or _likely_family(module)
+    family = KNOWN.get(class_path) or _likely_family(module)
     reason = _unsupported_class(module) or _why_not_as_its_class(module)
     if reason:
-        return NormLayer(name, module, kind, family, "unsupported", reason)
-    if kind in KNOWN:
-        return NormLayer(name, module, kind, family, "known")
+        return NormLayer(name, module, class_path, family, "unsupported", reason)
+    if class_path in KNOWN:
+        return NormLayer(name, module, class_path, family, "known")
     base = _base_of(module)
     formula = proved_formula(module, KNOWN)
     if isinstance(formula, Formula):
-        return NormLayer(name, module, formula.kind, KNOWN[formula.kind], "known", formula=formula)
-    reason = f"no converter knows {kind}"
+        return NormLayer(
+            name, module, formula.class_path, KNOWN[formula.class_path], "known", formula=formula
+        )
+    reason = f"no converter knows {class_path}"
     if base is not None:
         reason = f"derived from {base[0]}, and {formula}"
-    return NormLayer(name, module, kind, family, "unsupported", reason)
+    return NormLayer(name, module, class_path, family, "unsupported", reason)
 
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
 def _narrow_numbers(module: nn.Module) -> str:
-    """Say that a layer holds numbers that torch stores and does not compute with; empty if not."""
+    """Say which tensor of a layer has a type that torch stores but does not compute with; empty if
+    none has.
+    """
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if (
             name in _TENSORS
             and isinstance(tensor, Tensor)
             and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
         ):
-            kind = str(tensor.dtype).removeprefix("torch.")
+            dtype = str(tensor.dtype).removeprefix("torch.")
             return (
-                f"its {name} is {kind}, in which torch computes nothing; convert in float32 first"
+                f"its {name} is {dtype}, in which torch computes nothing; convert in float32 first"
             )
     return ""
 
@@ -331,8 +341,8 @@ def functional_norms(model: nn.Module, norms: Sequence[NormLayer]) -> list[str]:
 
 @cache
 def _called_norms(cls: Any) -> list[str]:
-    """Return the names of the normalizations of torch that a class's methods call by a global name,
-    as `F.layer_norm` and `layer_norm` are, but for those of weights.
+    """Return the names of torch's normalization functions that a class's methods call by a global
+    name, such as `F.layer_norm` or `layer_norm`, unless they normalize weights.
     """
     called = []
     for method in methods_of(cls):

@@ -1,6 +1,4 @@
-"""Plain networks: the layers of a converted network that the libraries have themselves, as theirs,
-to train on.
-"""
+"""Plain networks: converted networks whose layers are the libraries' own again, to train on."""
 
 import inspect
 import warnings
@@ -32,7 +30,7 @@ from retrofit.utils.forward_pass import copied
 from retrofit.utils.text import plural, shortlist
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Parts of the names of methods that compute nothing.
+# Words in the names of methods that compute nothing.
 _SETTING_UP = ("init", "reset_parameters", "extra_repr")
 _ALL_CHILDREN = {"children", "named_children", "_modules", "get_submodule"}
 
@@ -91,7 +89,7 @@ def plain(
 
 
 def _refuse_unless_plain(model: nn.Module) -> None:
-    """Refuse a network of which a layer has no plain form."""
+    """Refuse a network with a layer that no plain layer computes."""
     problems = {name: _problem(layer) for name, layer in model.named_modules()}
     problems = {name: problem for name, problem in problems.items() if problem}
     if not problems:
@@ -106,8 +104,8 @@ def _refuse_unless_plain(model: nn.Module) -> None:
 
 
 def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put the plain form of every layer in its place; return the network to use."""
-    # Of gamma and beta as they are, before any of them moves into a convolution.
+    """Put a plain layer in the place of every converted one; return the network to use."""
+    # They depend on gamma and beta, which are about to move into convolutions.
     proxies = {
         layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)
     }
@@ -123,8 +121,9 @@ def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> n
 
 
 def plain_layer(layer: nn.Module) -> nn.Module | None:
-    """Return a converted layer's plain form, around its parameters; None for others, RetrofitError
-    if it has none.
+    """Return the plain layer that computes what a converted one does, around its parameters.
+
+    None for layers that are not converted; a RetrofitError if there is no such layer.
     """
     if not isinstance(layer, ConvertedLayer) or isinstance(layer, PlainAffine):
         return None
@@ -134,14 +133,14 @@ def plain_layer(layer: nn.Module) -> nn.Module | None:
         if constants is None:
             return new
         scale, shift = (value.to(owner.running_mean.dtype) for value in constants)
-        parts = {"norm": new}
+        children = {"norm": new}
         if type(new) is nn.Sequential:
-            parts = dict(new.named_children())
-        return nn.Sequential(OrderedDict(affine=ConstantAffine(scale, shift), **parts))
+            children = dict(new.named_children())
+        return nn.Sequential(OrderedDict(affine=ConstantAffine(scale, shift), **children))
 
 
 def _problem(layer: nn.Module) -> str:
-    """Why a layer has no plain form; empty if it has, or is no layer of ours."""
+    """Why no plain layer computes what a layer does; empty if one does, or the layer is not ours."""
     if not isinstance(layer, ConvertedLayer):
         return ""
     try:
@@ -154,20 +153,18 @@ def _problem(layer: nn.Module) -> str:
 
 
 def _holds_constants(layer: nn.Module) -> bool:
-    """Whether statistics of a layer are constants, so that its plain form is not around the same
-    tensors.
-    """
+    """Whether a layer's statistics are constants, which its plain layer holds in other tensors."""
     frozen = getattr(layer, "frozen", False) and getattr(layer, "running_mean", None) is not None
     return isinstance(layer, MigratedGroupNorm | FrozenBatchNorm) or bool(frozen)
 
 
 def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
-    """The plain form of a layer, of which constants go into the convolution that feeds it."""
+    """The plain layer of a layer, whose constants go into the convolution that feeds it."""
     if feeder is None or not isinstance(layer, ConvertedLayer):
         return plain_layer(layer)
     affine = layer.affine_map()
     new: nn.Module = named_sequence(OrderedDict(), layer)
-    # Constants that group normalization follows.
+    # The layer is more than constants: group normalization follows them.
     if affine is None:
         affine, new = layer.plain_layer()
     assert affine is not None
@@ -188,13 +185,16 @@ def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
 def sole_feeders(
     model: nn.Module, is_norm: Callable[[nn.Module], bool]
 ) -> tuple[dict[nn.Module, nn.Module], set[nn.Module]]:
-    """Return the convolution of each norm for which that is proved, and the norms whose tensors
+    """Return, by norm, the convolution that provably feeds it alone, and the norms whose tensors
     other code reads.
 
-    A convolution is one norm's if all code above both was traced, on every path; one method calls
-    both, which takes no optional arguments and, in all traces, no constants; nothing else takes
-    what the convolution puts out, reads or shares its parameters; no norm of the same block goes
-    uncalled; and no other method of what holds them mentions it.
+    It is proved if all of this holds:
+
+    - All code above both was traced, on every path.
+    - One method calls both. It takes no optional arguments and, in all traces, no constants.
+    - Nothing else takes the convolution's output, reads its parameters or shares them.
+    - Every norm of the same block is called.
+    - No other method of the modules that hold them mentions the convolution.
     """
     flows = Flows(model, is_norm)
     norms = list(filter(is_norm, flows.names))
@@ -226,8 +226,8 @@ def _only_feeder(flows: Flows, norm: nn.Module) -> nn.Module | None:
 def _is_called_with(
     flows: Flows, conv: nn.Module, norm: nn.Module, uncalled: set[nn.Module]
 ) -> bool:
-    """Whether one method, on every path and with all code above it traced, calls a convolution and
-    its norm, and no other mentions the convolution.
+    """Whether one method calls a convolution and its norm, on every path, with all code above it
+    traced, and no other method mentions the convolution.
     """
     calls = (*flows.calls[norm], *flows.calls[conv])
     places = [flow.places[node] for flow, node in calls]
@@ -243,8 +243,8 @@ def _is_called_with(
 
 
 def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
-    """The convolution that gives all that it puts out to a norm's call, at most past identities, on
-    every path.
+    """The convolution whose output goes to a norm's call alone, through nothing but identities,
+    on every path; None if there is none.
     """
     node = flow.producer(norm)
     while node is not None and len(flow.consumers(node)) == 1:
@@ -262,9 +262,10 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
 
 
 def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
-    """Whether the method that makes a call may take another path: it, or an override that calls it,
-    takes optional arguments or one that is no value under trace, or a value was turned into a
-    number.
+    """Whether the method that makes a call may take a path that was not traced.
+
+    It may if it, or an override that calls it, takes an optional argument or one that is no value
+    under trace, or if the trace turned a value into a number.
     """
     place = flow.places[node]
     _, constants = flow.variables[node]
@@ -300,8 +301,8 @@ def _is_optional(argument: inspect.Parameter) -> bool:
 
 
 def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
-    """Whether a method besides `method` mentions a convolution by name, or its container but for a
-    call of it.
+    """Whether a method besides `method` mentions a convolution by name, or its container other than
+    to call it.
     """
     named = _names_of(conv, above)
     for owner in above:
@@ -330,11 +331,10 @@ def _names_of(conv: nn.Module, above: set[nn.Module]) -> list[tuple[str, nn.Modu
 
 
 def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
-    """Whether the code of a method of `owner` mentions a module by its name in what holds it, or
-    all children.
+    """Whether the code of a method of `owner` uses a module by its name, or all children.
 
-    It does not where `self.name` is another module, or the code only asks for the module or its
-    shape (or calls it, with `calls`).
+    It does not if `self.name` is another module, or if the code only tests for the module, takes
+    its shape, or, with `calls`, calls it.
     """
     steps = list(instructions(code))
     around = zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False)

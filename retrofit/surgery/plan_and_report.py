@@ -57,9 +57,8 @@ class EditRow(LayerRow):
     """The fate of an activation or a convolution beside a normalization layer: "converted" or
     "left".
 
-    Its name is that of a module; for one of several calls, or a functional one, followed by what
-    tells it apart. Its target is the layer that it becomes part of, empty where its kind says what
-    it becomes.
+    Its name is that of a module, and a suffix for one of several calls or a functional one. Its
+    target is the layer that it becomes part of; empty where its kind says what it becomes.
     """
 
     # "activation" or "convolution".
@@ -228,11 +227,13 @@ class Report:
         """Return the report as JSON values."""
         rows: dict[str, list[dict[str, Any]]] = {"layers": []}
         for row in (*self.plan.layers, *self.plan.edits):
-            kind, beside = (
-                (f"{row.kind}s", "norm") if isinstance(row, EditRow) else ("layers", "target")
-            )
-            names = ("name", "source", beside, "status", "reason")
-            rows.setdefault(kind, []).append({name: getattr(row, name) for name in names})
+            section = "layers"
+            relation = "target"
+            if isinstance(row, EditRow):
+                section = f"{row.kind}s"
+                relation = "norm"
+            names = ("name", "source", relation, "status", "reason")
+            rows.setdefault(section, []).append({name: getattr(row, name) for name in names})
         values: dict[str, Any] = {
             "to": self.plan.to,
             **rows,

@@ -133,7 +133,7 @@ def plan_and_sites(
         request: What the caller asks for.
 
     Returns:
-        The plan, and where the activations are that it is about.
+        The plan, and the sites of its activations; None if it is about none.
 
     Raises:
         TypeError: If an option is unknown.
@@ -227,7 +227,9 @@ def _nothing_to_convert(
 
 
 def _usual_target(rules: _Rules, norms: Sequence[NormLayer], to: str) -> str | None:
-    """Return another target, which takes layers that a model without any of the rules' holds."""
+    """Return a target for the layers that a model does hold; None if it holds some that the rules
+    let through.
+    """
     if any(norm.family in rules.families for norm in norms):
         return None
     usual = [_USUAL[str(norm.family)] for norm in norms if norm.status == "known"]
@@ -283,7 +285,7 @@ def refuse_constants(plan: Plan, norms: Sequence[NormLayer], shapes: Shapes | No
 
 
 def _makes_constants(row: LayerRow, norm: NormLayer, shapes: Sequence[torch.Size]) -> bool:
-    """Whether a layer would normalize a single value at a time, on inputs of any of the shapes.
+    """Whether a layer would normalize a single value at a time, on an input of one of the shapes.
 
     A BatchNorm1d that was not called counts as if its input had one position a channel.
     """

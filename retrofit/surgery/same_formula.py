@@ -40,12 +40,12 @@ _FUSED = {
 class Formula:
     """A known class, and the attributes that it needs beside those of the layer."""
 
-    kind: str
+    class_path: str
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def layer(self, module: nn.Module) -> nn.Module:
         """Return a layer of the known class around tensors, hooks and attributes of `module`."""
-        path, _, name = self.kind.rpartition(".")
+        path, _, name = self.class_path.rpartition(".")
         cls = getattr(import_module(path), name)
         new: nn.Module = cls.__new__(cls)
         vars(new).update(vars(module))
@@ -72,8 +72,7 @@ _BASES = {
 """torch's private bases, and the classes that fix the number of an input's dimensions."""
 
 _PROVED: WeakKeyDictionary[nn.Module, Formula | str] = WeakKeyDictionary()
-# Which candidate agrees, or why none does, by class and by all that modules of the class may differ
-# in but their tensors' values.
+# By class and settings: which candidate agrees, or why none does.
 _AGREEING: dict[tuple[type, str], int | str] = {}
 
 # Tensors, children and hooks, which are described by themselves or are not called.
@@ -85,13 +84,13 @@ ANOTHER_FUNCTION = "another function on random inputs"
 def proved_formula(
     module: nn.Module, known: Iterable[str], shapes: Sequence[Sequence[int]] = ()
 ) -> Formula | str:
-    """Return the known class that a layer is one of in all but name, or why none is proved.
+    """Return the known class whose function a layer computes, or why none is proved.
 
     Args:
         module: The layer, which is not changed.
         known: Full names of the known classes.
-        shapes: Shapes of inputs, (N, C, *), that it has to agree on; all that fit the known class
-            if there are none.
+        shapes: Shapes of the inputs, (N, C, *), to compare on; without any, all that fit the known
+            class.
     """
     if shapes:
         return _first_agreeing(module, _candidates(module, set(known)), shapes)
@@ -101,8 +100,8 @@ def proved_formula(
 
 
 def _proved_by_class(module: nn.Module, candidates: Sequence[Formula]) -> Formula | str:
-    """Compare with random parameters once a class and its settings, with the layer's own each
-    time.
+    """Compare a layer with its candidates: with random parameters once for its class and settings,
+    with its own parameters each time.
     """
     key = type(module), _settings(module)
     if key not in _AGREEING:
@@ -118,7 +117,9 @@ def _proved_by_class(module: nn.Module, candidates: Sequence[Formula]) -> Formul
 
 
 def _settings(module: nn.Module) -> str:
-    """Describe all that a layer's function depends on beside its class and its tensors' values."""
+    """Describe everything that a layer's function depends on except its class and its tensors'
+    values.
+    """
     tensors = *module.named_parameters(), *module.named_buffers()
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors]
     attributes = [
@@ -158,11 +159,10 @@ def _unprovable(module: nn.Module) -> str:
 def agrees(
     module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = (), random: bool = True
 ) -> bool | None:
-    """Whether a layer computes what a known class does, on inputs of some shapes, or all that fit
-    the known class; None if it takes none of them.
+    """Whether a layer computes what a known class does; None if it takes none of the inputs.
 
-    Parameters and statistics are random, or the layer's own, which a meta layer lacks. The layer is
-    not changed.
+    The inputs have the given shapes, or all that fit the known class. Parameters and statistics are
+    random, or the layer's own, which a layer on the meta device lacks. The layer is not changed.
     """
     if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         return True
@@ -249,9 +249,9 @@ def _with_activation(module: nn.Module, plain: Sequence[Formula]) -> list[Formul
         return []
     fused = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
     return [
-        Formula(_FUSED[formula.kind], {**formula.attributes, **fused})
+        Formula(_FUSED[formula.class_path], {**formula.attributes, **fused})
         for formula in plain
-        if formula.kind in _FUSED
+        if formula.class_path in _FUSED
     ]
 
 
@@ -282,8 +282,9 @@ def _channels(layer: Any) -> int:
 
 
 def _inputs(shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield random tensors of a shape, some samples so small that eps counts: in order, transposed,
-    and with gaps.
+    """Yield a random tensor of a shape in three memory layouts: contiguous, transposed, with gaps.
+
+    Some of its samples are so small that eps counts.
     """
     scale = 10 ** (4 * torch.rand(shape[0], *[1] * (len(shape) - 1), dtype=torch.float64) - 3)
     x = (scale * (torch.randn(*shape, dtype=torch.float64) + 0.5)).to(dtype)
@@ -317,10 +318,10 @@ def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Te
 def _same(
     layers: Sequence[Any], values: dict[str, Tensor], x: Tensor, training: bool
 ) -> bool | None:
-    """Whether copies of a layer and its candidate, with other values, answer an input alike; None
-    if the layer refuses it. No hook is called.
+    """Whether copies of a layer and its candidate, with the given values, agree on an input: in
+    outputs, gradients and buffers. None if the layer refuses the input. No hook is called.
     """
-    answers: list[list[Tensor | None]] = []
+    results: list[list[Tensor | None]] = []
     for layer in layers:
         inputs = x.detach().requires_grad_()
         buffers: dict[str, Tensor | None] = dict.fromkeys(layer._buffers)
@@ -336,14 +337,14 @@ def _same(
             out = new.forward(inputs)
         # A layer's own code may raise anything, and a known class may take inputs that it refuses.
         except Exception:
-            if answers:
+            if results:
                 return False
             return None
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
         trained = [inputs, *(value for value in parameters.values() if value is not None)]
         grads = torch.autograd.grad((out * weights).sum(), trained, allow_unused=True)
-        answers.append([out, *grads, *buffers.values()])
-    return all(map(_close, *answers))
+        results.append([out, *grads, *buffers.values()])
+    return all(map(_close, *results))
 
 
 def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:

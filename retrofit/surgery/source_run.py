@@ -16,13 +16,13 @@ HALF = {torch.float16, torch.bfloat16}
 
 @dataclass(frozen=True)
 class SourceRun:
-    """What a network answered before it is changed.
+    """The outputs of a network before it is changed.
 
     Attributes:
         reference: What to compare with, and the shapes of the watched layers; None if the network
             could not be run.
         problem: Why it could not be run; empty if it could.
-        predictions: Its answers to images; None without images.
+        predictions: Its outputs on images; None without images.
     """
 
     reference: Reference | None
@@ -69,8 +69,8 @@ def run_source(
 
 
 def _runs_anywhere(model: nn.Module) -> bool:
-    """Whether no tensor keeps a network from running here: in half precision it may run on other
-    devices alone, on the meta device nowhere.
+    """Whether a network's tensors let it run on any device: in half precision it may need another
+    one, on the meta device it runs nowhere.
     """
     tensors = [*model.parameters(), *model.buffers()]
     dtypes = {tensor.dtype for tensor in tensors if not tensor.is_meta}

@@ -1,5 +1,5 @@
-"""Run a network of anyone: where it lies, what it takes, what passes through it, and how it is left
-as it was.
+"""Run the forward of anyone's network: device and types of its input, hooks on its layers, and
+everything left as it was.
 """
 
 import copy
@@ -126,11 +126,15 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
 def without_image_rows(
     run: Callable[[Tensor], Any], layers: Collection[nn.Module], image: Tensor
 ) -> set[nn.Module]:
-    """Return the layers whose outputs do not have twice as many rows for two images as for one, (1,
-    C, H, W).
+    """Return the layers whose outputs do not have a row for each image.
 
-    Such are layers of transformers that take (tokens, images, channels), and a norm of parameters
-    alone. A layer that is not called is not among them. `run` is the network, in evaluation.
+    These are layers of transformers that take (tokens, images, channels), and norms of parameters.
+    A layer that is not called is not among them.
+
+    Args:
+        run: The network, in evaluation.
+        layers: The layers to look at.
+        image: One image, (1, C, H, W), which is run alone and twice in a batch.
     """
     one = _rows_of_outputs(run, layers, image)
     two = _rows_of_outputs(run, layers, torch.cat([image, image]))
@@ -154,9 +158,7 @@ def _rows_of_outputs(
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep warnings, log lines and prints from the user: an exporter prints whole a network that it
-    fails on.
-    """
+    """Hide warnings, log lines and prints: an exporter that fails prints the whole network."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -180,8 +182,8 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Put each module's mode back afterwards, by `train`, where torchvision's feature extractors
-    change their graph.
+    """Put each module's mode back afterwards, by its `train`: torchvision's feature extractors
+    change their graph in it.
     """
     # Parents first.
     modes = [(module, module.training) for module in model.modules()]
@@ -205,8 +207,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluate a network, and leave it and the random states as they were.
 
-    What is compiled runs uncompiled: compiled code calls the hooks alone that were there when it
-    was traced.
+    Compiled modules run uncompiled: compiled code calls no hooks that were added after its trace.
     """
     eager: AbstractContextManager[Any] = nullcontext()
     if any(map(_is_compiled, model.modules())):
@@ -270,7 +271,7 @@ def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn
 
     Args:
         model: The network.
-        computed: What stands in the copy for tensors that were computed, by their `id`.
+        computed: For computed tensors of the network, by `id`, the tensors in the copy.
 
     Raises:
         RetrofitError: If it holds other computed tensors, as pruned layers do, or cannot be copied
@@ -293,7 +294,7 @@ def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn
 
 
 def copied_for_inference(model: nn.Module) -> nn.Module:
-    """Return a deep copy in evaluation mode and float32 that nothing is trained of.
+    """Return a deep copy in evaluation mode and float32, without trainable parameters.
 
     What hooks compute before each call, a pruned layer's weight say, is held as a constant until
     the next call.

@@ -1,4 +1,4 @@
-"""The tensors in what a network answers, and how far two of them are apart."""
+"""The tensors in a network's outputs, and how far two of them are apart."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,41 +12,41 @@ from torch import Tensor, nn
 _NO_TENSORS = str | bytes | int | float | nn.Module | type | None
 
 
-def tensors_in(answer: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Yield the tensors anywhere in what a network answers: in lists, mappings, dataclasses and
-    other objects.
+def tensors_in(output: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Yield the tensors anywhere in an output: in lists, mappings, dataclasses and other objects.
 
-    What is in `seen`, by `id`, is left out.
+    Objects whose `id` is in `seen` are left out.
     """
     if seen is None:
         seen = set()
-    if isinstance(answer, Tensor):
-        yield answer
-    elif isinstance(answer, _NO_TENSORS) or id(answer) in seen:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, _NO_TENSORS) or id(output) in seen:
         return
-    seen.add(id(answer))
-    for value in _held_by(answer):
+    seen.add(id(output))
+    for value in _held_by(output):
         yield from tensors_in(value, seen)
 
 
-def _held_by(answer: Any) -> Iterable[Any]:
-    """Return the values in an answer that may hold tensors."""
-    if isinstance(answer, Tensor):
+def _held_by(output: Any) -> Iterable[Any]:
+    """Return the values in an output that may hold tensors."""
+    if isinstance(output, Tensor):
         return ()
-    if isinstance(answer, Mapping):
-        return answer.values()
-    if isinstance(answer, list | tuple):
-        return answer
-    if is_dataclass(answer):
-        return [getattr(answer, entry.name, None) for entry in fields(answer)]
-    if hasattr(answer, "__dict__") and not callable(answer):
-        return vars(answer).values()
+    if isinstance(output, Mapping):
+        return output.values()
+    if isinstance(output, list | tuple):
+        return output
+    if is_dataclass(output):
+        return [getattr(output, entry.name, None) for entry in fields(output)]
+    if hasattr(output, "__dict__") and not callable(output):
+        return vars(output).values()
     return ()
 
 
 def largest_gap(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest absolute difference: inf where shapes differ, or NaN or infinity is on one
-    side only.
+    """Return the largest absolute difference of two tensors.
+
+    It is inf if their shapes differ, or if only one of them holds NaN or infinity in a place.
     """
     if ours.shape != theirs.shape:
         return math.inf
@@ -63,9 +63,9 @@ def _doubles(tensor: Tensor) -> Tensor:
     return tensor.double()
 
 
-def scale_of(source: Tensor) -> float:
+def scale_of(tensor: Tensor) -> float:
     """Return the largest absolute value that is finite; 0 if none is."""
-    finite = source[source.isfinite()]
+    finite = tensor[tensor.isfinite()]
     if finite.numel():
         return float(finite.abs().max())
     return 0.0

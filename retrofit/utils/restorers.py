@@ -1,7 +1,7 @@
 """What a value was, remembered, and put back where it has changed.
 
 Each `..._restorer` remembers one value and returns the function that puts it back; what did not
-change is not written to. `Places` compares thousands of them at once.
+change is not written to. `RestoreGroup` compares thousands of values at once.
 """
 
 import copy
@@ -56,12 +56,12 @@ def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a tensor's kind, and where its values lie if it is an ordinary one."""
-    kind = tensor.dtype, tensor.device, tensor.layout
+    """Return a tensor's type and device, and where its values lie if it is an ordinary one."""
+    placement = tensor.dtype, tensor.device, tensor.layout
     if tensor.layout != torch.strided or not hasattr(tensor, "shape"):
-        return kind
+        return placement
     address = 0 if tensor.is_meta else tensor.data_ptr()
-    return *kind, tensor.shape, tensor.stride(), address
+    return *placement, tensor.shape, tensor.stride(), address
 
 
 def class_restorer(value: Any) -> Callable[[], None]:
@@ -76,41 +76,41 @@ def class_restorer(value: Any) -> Callable[[], None]:
 
 
 def content_restorer(container: Any) -> Callable[[], None]:
-    """Remember what a container holds, and in which order."""
-    kind = container_kind(container)
+    """Remember what a container holds, in its order."""
+    cls = container_class(container)
     size = len(container)
-    items = [*READERS[kind]([container])]
+    items = [*READERS[cls]([container])]
 
     def restore() -> None:
         unchanged = len(container) == size
-        if unchanged and all(map(operator.is_, READERS[kind]([container]), items)):
+        if unchanged and all(map(operator.is_, READERS[cls]([container]), items)):
             return
         if isinstance(container, list | bytearray):
             # A bytearray that a view shows cannot be emptied.
-            kind.__setitem__(container, slice(None), items)
+            cls.__setitem__(container, slice(None), items)
             return
-        kind.clear(container)
+        cls.clear(container)
         if isinstance(container, dict):
-            kind.update(container, zip(items[:size], items[size:], strict=True))
+            cls.update(container, zip(items[:size], items[size:], strict=True))
         elif isinstance(container, set):
-            kind.update(container, items)
+            cls.update(container, items)
         else:
-            kind.extend(container, items)
+            cls.extend(container, items)
 
     return restore
 
 
-def container_kind(container: Any) -> Any:
+def container_class(container: Any) -> Any:
     """Return the class of `READERS` that a container is of."""
-    return next(kind for kind in READERS if isinstance(container, kind))
+    return next(cls for cls in READERS if isinstance(container, cls))
 
 
-class Places:
-    """Places of one kind that hold values: all are compared at once, and each is put back only if
-    one of them differs.
+class RestoreGroup:
+    """Places of one class that hold values: all are compared at once, and put back only if one of
+    them differs.
 
     Args:
-        read: Gives what places hold, in a fixed order.
+        read: Returns the values that places hold, in a fixed order.
     """
 
     def __init__(self, read: Callable[[list[Any]], Iterable[Any]]) -> None:
@@ -139,12 +139,12 @@ class Places:
             undo()
 
 
-def _read_dicts(kind: Any) -> Callable[[list[Any]], Iterable[Any]]:
-    """Return what gives the keys, then the values, of dicts of a kind."""
+def _read_dicts(cls: Any) -> Callable[[list[Any]], Iterable[Any]]:
+    """Return the function that reads the keys, then the values, of dicts of a class."""
 
     def read(dicts: list[Any]) -> Iterable[Any]:
-        keys = chain.from_iterable(map(kind.keys, dicts))
-        return chain(keys, chain.from_iterable(map(kind.values, dicts)))
+        keys = chain.from_iterable(map(cls.keys, dicts))
+        return chain(keys, chain.from_iterable(map(cls.values, dicts)))
 
     return read
 
@@ -164,7 +164,7 @@ READERS: dict[Any, Callable[[list[Any]], Iterable[Any]]] = {
     dict: _read_dicts(dict),
     **dict.fromkeys((list, set, deque, bytearray), chain.from_iterable),
 }
-"""What gives what containers hold, by their kind; of a dict the subclass comes first."""
+"""The functions that read what containers hold, by class; a subclass of dict comes before dict."""
 
 
 def generator_restorer(generator: torch.Generator) -> Callable[[], Any]:
@@ -184,8 +184,8 @@ def legacy_generator_restorer(generator: np.random.RandomState) -> Callable[[], 
 
 def numpy_generator_restorer(generator: np.random.Generator) -> Callable[[], Any]:
     """Remember the state of NumPy's generator."""
-    source = generator.bit_generator
-    return functools.partial(setattr, source, "state", copy.deepcopy(source.state))
+    bits = generator.bit_generator
+    return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
 
 
 def array_restorer(array: Any) -> Callable[[], Any]:

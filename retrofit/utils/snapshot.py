@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.utils import restorers
-from retrofit.utils.restorers import ABSENT, READERS, Places
+from retrofit.utils.restorers import ABSENT, READERS, RestoreGroup
 
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), ModuleType),
@@ -75,20 +75,20 @@ class Snapshot:
     def __init__(self, model: nn.Module, unwritten: Iterable[Tensor] = ()) -> None:
         self._unwritten = {id(tensor) for tensor in unwritten}
         self._undo: list[Callable[[], Any]] = []
-        # Of these there are thousands: all of a kind are compared at once.
-        self._contents = {kind: Places(read) for kind, read in READERS.items()}
-        self._attributes = Places(restorers.read_classes)
-        self._variables = Places(restorers.read_globals)
+        # There are thousands of these: all of a class are compared at once.
+        self._contents = {cls: RestoreGroup(read) for cls, read in READERS.items()}
+        self._attributes = RestoreGroup(restorers.read_classes)
+        self._variables = RestoreGroup(restorers.read_globals)
         self._groups = [*self._contents.values(), self._attributes, self._variables]
         self._packages = _packages_of(model) - _FOREIGN
         # Cached functions, and what puts another in the place of each.
         self._caches: list[tuple[Any, Callable[[Any], Any]]] = []
         # Names of globals that are remembered, by the `id` of their namespace.
         self._globals: dict[int, set[str]] = {}
-        # What was looked at, by its `id`, which is unique while this holds it.
+        # All values that were looked at, by `id`. An `id` stays unique while its value is held.
         self._reached: dict[int, Any] = {}
-        # What remembers a value and returns what that holds, by the value's type.
-        self._ways: dict[type, Callable[[Any], Iterable[Any]]] = {}
+        # By a value's class, the method that remembers it and returns the values that it holds.
+        self._visitors: dict[type, Callable[[Any], Iterable[Any]]] = {}
         self._remember_all(model)
         for group in self._groups:
             group.remember()
@@ -101,9 +101,9 @@ class Snapshot:
                 continue
             self._reached[id(value)] = value
             cls = type(value)
-            if cls not in self._ways:
-                self._ways[cls] = self._way_for(cls)
-            pending += self._ways[cls](value)
+            if cls not in self._visitors:
+                self._visitors[cls] = self._visitor_for(cls)
+            pending += self._visitors[cls](value)
 
     def empty_caches(self) -> None:
         """Put an empty cache in place of each cached function, the same one in all its places."""
@@ -124,8 +124,8 @@ class Snapshot:
             for group in self._groups:
                 group.restore()
 
-    def _way_for(self, cls: type) -> Callable[[Any], Iterable[Any]]:
-        ways: list[tuple[Any, Callable[[Any], Iterable[Any]]]] = [
+    def _visitor_for(self, cls: type) -> Callable[[Any], Iterable[Any]]:
+        visitors: list[tuple[Any, Callable[[Any], Iterable[Any]]]] = [
             (_ATOMS, lambda _: ()),
             (Tensor, self._remember_tensor),
             (torch.Generator, self._remember_state(restorers.generator_restorer)),
@@ -149,7 +149,7 @@ class Snapshot:
             (type, self._remember_class),
             (object, self._remember_attributes),
         ]
-        return next(way for kinds, way in ways if issubclass(cls, kinds))
+        return next(visitor for classes, visitor in visitors if issubclass(cls, classes))
 
     def _remember_state(
         self, restorer: Callable[[Any], Callable[[], Any]]
@@ -177,8 +177,8 @@ class Snapshot:
         return ()
 
     def _remember_content(self, container: Any) -> None:
-        kind = restorers.container_kind(container)
-        self._contents[kind].add(container, restorers.content_restorer(container))
+        cls = restorers.container_class(container)
+        self._contents[cls].add(container, restorers.content_restorer(container))
 
     def _remember_container(self, value: Any) -> Iterable[Any]:
         self._remember_content(value)
@@ -187,11 +187,11 @@ class Snapshot:
     def _remember_dict(self, value: dict[Any, Any]) -> Iterable[Any]:
         self._remember_content(value)
         # A subclass may load or compute what it gives.
-        kind = restorers.container_kind(value)
-        for key, held in kind.items(value):
+        cls = restorers.container_class(value)
+        for key, held in cls.items(value):
             if isinstance(held, _CACHE):
                 self._note_cache(held, functools.partial(value.__setitem__, key))
-        return [*kind.keys(value), *kind.values(value), *self._remember_attributes(value)]
+        return [*cls.keys(value), *cls.values(value), *self._remember_attributes(value)]
 
     def _remember_attributes(self, value: Any) -> Iterable[Any]:
         """Remember an object's class and attributes, unless another library keeps them to
@@ -213,8 +213,8 @@ class Snapshot:
         for name in attributes:
             self._note_caches_in(cls, name)
         self._attributes.add(vars(cls), restorers.attributes_restorer(cls))
-        # Of what has a special name only methods: annotations and the fields of a dataclass lead
-        # into the whole package, and no call changes them.
+        # Of the attributes with special names only methods count: annotations and a dataclass's
+        # fields lead into the whole package, and no call changes them.
         methods = (value for value in vars(cls).values() if isinstance(value, FunctionType))
         return [*attributes.values(), *methods, *cls.__bases__]
 
@@ -246,7 +246,7 @@ class Snapshot:
             if isinstance(module, ModuleType) and _home(module) in self._packages:
                 held += self._remember_globals(vars(module), names)
         if not _makes_globals(function.__code__):
-            # Of the names that are no globals yet, most are attributes'.
+            # The other names are attributes, not globals that the code is about to make.
             names &= variables.keys()
         held += self._remember_globals(variables, names)
         for cell in function.__closure__ or ():

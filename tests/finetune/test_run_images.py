@@ -11,7 +11,7 @@ from torchvision.datasets import ImageFolder
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_images import Images, Part, open_data
+from retrofit.finetune.run_images import Images, ImageSubset, open_data
 from retrofit.images import dataset
 from retrofit.images.dataset import open_images
 from tests.finetune.test_batches import batches
@@ -42,9 +42,9 @@ def test_held_out_images_are_not_trained_on(pictures: Path) -> None:
 def test_a_part_of_a_part_has_a_transform_of_its_own(pictures: Path) -> None:
     images = open_images(pictures).images
     for targets in (None, [2] * 24):
-        part = Part(images, transform=lambda image: "mine")
+        part = ImageSubset(images, transform=lambda image: "mine")
         part.targets = targets
-        other = Part(part, range(1), lambda image: "other")
+        other = ImageSubset(part, range(1), lambda image: "other")
         assert (part[0][0], other[0][0]) == ("mine", "other")
         assert other[0][1] == part[0][1]
 
@@ -94,7 +94,7 @@ def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
     small a variance.
     """
     (pictures / "ant" / "0.png").write_bytes(b"no picture")
-    part = Part(
+    part = ImageSubset(
         open_images(pictures).images, transform=lambda image: torch.from_numpy(np.array(image))
     )
     found = list(part.batches(17, 6))

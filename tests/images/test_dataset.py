@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation import predictions
 from retrofit.images import dataset as module
-from retrofit.images.dataset import has_part, open_images, sample_batches
+from retrofit.images.dataset import has_split, open_images, sample_batches
 from retrofit.images.image_files import ImageFiles
 from tests.networks.conftest import refused
 from tests.pictures import PLAIN, Colours, write_folder, write_tar
@@ -136,8 +136,8 @@ def test_parts(
 
 
 def test_some_datasets_check_the_names_of_their_parts_themselves() -> None:
-    assert has_part(None, "torch/Places365", "train-challenge")
-    assert not has_part(None, "torch/CIFAR10", "train-challenge")
+    assert has_split(None, "torch/Places365", "train-challenge")
+    assert not has_split(None, "torch/CIFAR10", "train-challenge")
 
 
 def test_no_digit_is_in_both_parts() -> None:

@@ -32,8 +32,8 @@ from retrofit.surgery.converter import (
 from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.surgery.targets.standardized_convolutions import (
+    notes_on_convolutions,
     plan_convolutions,
-    said_of_convolutions,
     standardized,
 )
 from retrofit.utils.forward_pass import evaluating, hooked, images_of, placement_of
@@ -139,7 +139,7 @@ class BatchIndependentConverter(Converter):
         convolutions = [row for row in plan.edits if row.kind == "convolution"]
         notes: list[str] = []
         if convolutions:
-            notes += said_of_convolutions(convolutions)
+            notes += notes_on_convolutions(convolutions)
         if added:
             notes.append(
                 f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays "
@@ -199,8 +199,8 @@ class BatchIndependentConverter(Converter):
         """Whether the layer is the last of an EfficientNet block that is to be trained from scratch
         with ProxyNorm.
 
-        The paper keeps only the scale of that affine (appendix A.1); it can, at no change, while
-        the shift is zero.
+        The paper keeps only the scale of that layer (appendix A.1). Dropping the shift changes
+        nothing while it is zero.
         """
         bias = getattr(layer.layer, "bias", None)
         if (
@@ -268,10 +268,16 @@ def most_groups(
     """Pick, for each BatchNorm, the most groups whose normalization keeps its output within
     `_GROUP_TOLERANCE`.
 
-    The change is that from the layer in evaluation to the migrated one at strength 1: root mean
-    square over images, positions and channels, relative to the output's own about beta. Returned
-    are, by name, the number of groups (1 if none keeps within the tolerance) and the change, in
-    words. A RetrofitError says that a layer is never called.
+    The change is the root mean square, over images, positions and channels, of the difference
+    between the layer in evaluation and the migrated one at strength 1, relative to that of the
+    output less beta.
+
+    Returns:
+        By name, the number of groups (1 if none keeps within the tolerance) and the change, in
+        words.
+
+    Raises:
+        RetrofitError: If a layer is never called.
     """
     norms = list(norms)
     if not norms:

@@ -136,7 +136,7 @@ def standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
     return new
 
 
-def said_of_convolutions(rows: Sequence[EditRow]) -> list[str]:
+def notes_on_convolutions(rows: Sequence[EditRow]) -> list[str]:
     """Say how many convolutions are standardized and have a scale, which are left and why, and what
     is unknown.
     """
