@@ -4,10 +4,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from retrofit.callbacks.strength_walk import Walk
+from retrofit.callbacks.strength_walk import StrengthWalk
 
 
-class LightningStrength(Walk, Callback):
+class LightningStrength(StrengthWalk, Callback):
     """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run
     resumes.
 

@@ -8,7 +8,7 @@ from retrofit.errors import UsageError
 from retrofit.finetune.strength_schedule import StrengthSchedule
 
 
-class Walk:
+class StrengthWalk:
     """Sets the layers to the strength that the schedule has for each optimizer step.
 
     Args:
@@ -45,8 +45,8 @@ class Walk:
         self.go(step)
 
     def go(self, step: int) -> None:
-        """Set the layers to what `step` optimizer steps make of them, whatever has become of their
-        strength since.
+        """Set the layers to the strength after `step` optimizer steps, even if something else has
+        set another.
         """
         if self._schedule is not None:
             state = {**self._schedule.state_dict(), **self._state, "steps": step}

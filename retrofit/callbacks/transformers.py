@@ -6,10 +6,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from retrofit.callbacks.strength_walk import Walk
+from retrofit.callbacks.strength_walk import StrengthWalk
 
 
-class TransformersStrength(Walk, TrainerCallback, ExportableState):
+class TransformersStrength(StrengthWalk, TrainerCallback, ExportableState):
     """Raise the strength with the optimizer's steps, log it as `strength`, and continue when a run
     resumes.
 

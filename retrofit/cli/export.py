@@ -133,11 +133,11 @@ def command(
 
 def _show(report: ExportReport) -> None:
     rows = []
-    for kind in dict.fromkeys(layer.kind for layer in report.layers):
-        layers = [layer for layer in report.layers if layer.kind == kind]
+    for label in dict.fromkeys(layer.form_label for layer in report.layers):
+        layers = [layer for layer in report.layers if layer.form_label == label]
         largest = _largest(layer.max_error for layer in layers)
         rms = _largest(layer.rms_error for layer in layers)
-        rows.append((str(len(layers)), kind, largest, rms, names(layer.name for layer in layers)))
+        rows.append((str(len(layers)), label, largest, rms, names(layer.name for layer in layers)))
     show_table(("count", "normalization became", "largest error", "rms error", "names"), rows)
     parity = report.parity
     agreement = ""

@@ -47,7 +47,7 @@ _PAIRS = 8
 _PAIR_VALUES = 400
 # Values of a channel, below which statistics of pairs say nothing.
 FEWEST = 50
-# Of a channel in an image, evenly spread, for the activation's linearity.
+# Values of a channel in an image, evenly spread, for the activation's linearity.
 _POSITIONS = 4096
 # Layers that get noise.
 _SOURCES = 4
@@ -79,7 +79,7 @@ class Layer:
     # running average is used, else over the normalized sets of the first images; None without a
     # transform.
     lmbda: tuple[float, ...] | None
-    # Of the channel whose R^2 is the median one.
+    # Q-Q plot of the channel whose R^2 is the median one.
     plot: meters.QQ | None = field(repr=False, compare=False)
 
 
@@ -87,9 +87,9 @@ class Layer:
 class Diagnosis:
     """What was found about a network."""
 
-    # That were measured.
+    # Number of images that were measured.
     images: int
-    # That were called, in the model's order.
+    # The layers that were called, in the model's order.
     layers: tuple[Layer, ...]
     # Where noise injected at some layers went.
     noise: tuple[Attenuation, ...]
@@ -155,7 +155,7 @@ def diagnose(
         channels: Q-Q plots are of so many channels of each layer, as in figure 6.
         plotted: Batches that Q-Q plots are made of, evenly spread, as in figure 6.
         seed: Chooses channels, values and noise.
-        attack: A change of the images, to count the answers that stay right.
+        attack: A change of the images, to count the predictions that stay right.
         progress: Gets (done, in all, what).
 
     Raises:
@@ -171,7 +171,7 @@ def diagnose(
         every = math.ceil(len(batches) / plotted)
         observers = [_Observer(probe, channels, seed, every) for probe in measured]
         _follow_activations(model, observers)
-        images, answers = _observe(model, observers, passes.over("layers"))
+        images, predictions = _observe(model, observers, passes.over("layers"))
         called = [observer for observer in observers if observer.seen]
         if not called:
             raise RetrofitError("the model calls none of its normalization layers on these images")
@@ -179,10 +179,10 @@ def diagnose(
         noise = _follow_noise(model, [observer.probe for observer in called], passes, seed)
         under_noise: list[InputNoise] = []
         attacked = None
-        if answers:
-            under_noise = input_noise(model, passes.over("input noise"), answers, seed)
-        if answers and attack is not None:
-            attacked = under_attack(model, passes.over("attack"), answers, attack)
+        if predictions:
+            under_noise = input_noise(model, passes.over("input noise"), predictions, seed)
+        if predictions and attack is not None:
+            attacked = under_attack(model, passes.over("attack"), predictions, attack)
     return Diagnosis(
         images=images,
         layers=layers,
@@ -260,11 +260,14 @@ def _split_by_rows(
 def _observe(
     model: nn.Module, observers: "list[_Observer]", batches: Iterable[Batch]
 ) -> tuple[int, list[Tensor]]:
-    """Have observers look at all images; return their number, and the classes (N,) that the network
-    names for each batch, if it gives class scores.
+    """Have observers look at all images.
+
+    Returns:
+        The number of images, and the predicted classes, (N,) for each batch; none if the network
+        gives no class scores.
     """
     images = 0
-    answers: list[Tensor] = []
+    predictions: list[Tensor] = []
     hooks = (
         observer.probe.layer.register_forward_pre_hook(observer.observe) for observer in observers
     )
@@ -278,8 +281,8 @@ def _observe(
                 raise RetrofitError(
                     "the network gives scores that are not finite; check its weights"
                 )
-            answers.append(scores.argmax(1))
-    return images, answers
+            predictions.append(scores.argmax(1))
+    return images, predictions
 
 
 def _reported(

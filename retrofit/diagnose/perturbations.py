@@ -39,13 +39,13 @@ class InputNoise:
     level: float
     # Percent right; None without labels
     top1: float | None
-    # Percent of answers that are those without noise
+    # Percent of predictions that are those without noise
     agreement: float
 
 
 @dataclass(frozen=True)
 class UnderAttack:
-    """Answers under attack: its kind and size, and the percentage of answers that stay right."""
+    """Answers under attack: its kind and size, and the percentage of predictions that stay right."""
 
     attack: str
     top1: float
@@ -59,8 +59,8 @@ def attenuation(
 
     Eftekhari & Papyan (2025, section 2.1.2 and appendix A.1) follow the mean squared error between
     noisy and clean activations. Here it is its root, divided by the spread of the clean ones, so
-    that layers of any scale compare. The batch goes through twice as one, its second half with
-    noise; so nothing of the clean run is stored.
+    that layers of any scale compare. Clean and noisy images go through as two halves
+    of one batch, so that nothing of the clean run is stored.
     """
     errors: dict[str, float] = {}
     generator = torch.Generator().manual_seed(seed)
@@ -108,18 +108,17 @@ def _noise_like(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def input_noise(
-    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], seed: int
+    model: nn.Module, batches: Iterable[Batch], predictions: Iterable[Tensor], seed: int
 ) -> list[InputNoise]:
-    """Measure a classifier's answers on images with Gaussian noise, the same noise for every
-    network.
+    """Measure a classifier's predictions on images with Gaussian noise, the same for every network.
 
-    `answers` are the classes (N,) that it names for each batch without noise.
+    `predictions` are the classes (N,) that it predicts for each batch without noise.
     """
     generator = torch.Generator().manual_seed(seed)
     # Of each image at each level; NaN without labels
     is_same: list[Tensor] = []
     is_right: list[Tensor] = []
-    for (pixels, labels), clean in zip(batches, answers, strict=True):
+    for (pixels, labels), clean in zip(batches, predictions, strict=True):
         drawn = _noise_like(pixels, generator)
         noisy = [model(pixels + level * drawn).argmax(1) for level in NOISE_LEVELS[1:]]
         named = torch.stack([clean, *noisy]).cpu()
@@ -143,15 +142,15 @@ def _percent(shares: list[Tensor]) -> list[float]:
 
 
 def under_attack(
-    model: nn.Module, batches: Iterable[Batch], answers: Iterable[Tensor], attack: Attack
+    model: nn.Module, batches: Iterable[Batch], predictions: Iterable[Tensor], attack: Attack
 ) -> UnderAttack | None:
     """Attack what a classifier gets right, and count what stays right; None without labels.
 
-    `answers` are the classes (N,) that it names for each batch without attack.
+    `predictions` are the classes (N,) that it predicts for each batch without attack.
     """
     images = 0
     right = 0
-    for (pixels, labels), clean in zip(batches, answers, strict=True):
+    for (pixels, labels), clean in zip(batches, predictions, strict=True):
         if labels is None:
             return None
         images += len(pixels)

@@ -33,7 +33,7 @@ _WRITTEN = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
 
 def check_folder(folder: Path, force: bool) -> None:
     """Make sure that a report may be written to `folder`; a RetrofitError says why not."""
-    # Where it will be written: a ~ that the shell left is a name
+    # A ~ that the shell did not expand is a name.
     place = folder.absolute()
     if folder.is_symlink() or folder.exists():
         if not force:
@@ -141,8 +141,8 @@ def _figure(value: float | None) -> str:
 
 
 def _titled(name: str, model: Mapping[str, Any]) -> str:
-    """Name a network with its architecture and how far it is converted; its own name says which run
-    it is from.
+    """Return a network's name with its architecture, target and strength: the name alone says only
+    which run it is from.
     """
     title = model.get("model", name)
     if model.get("target"):

@@ -27,7 +27,7 @@ from retrofit.utils.progress import announced_if_slow
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import cause_of
 
-_KINDS = {
+_FORM_NAMES = {
     forms.EstimatedTransform: "estimated",
     forms.MigratedForm: "group",
     forms.TwoBranch: "two branches",
@@ -46,7 +46,7 @@ class Program:
     call: Call
     # The dimensions of `call` that may vary
     shapes: torch.export.ShapesCollection
-    # Names of the layers that are no converted ones
+    # Names of the BatchNorm layers, frozen ones too
     batch_norms: frozenset[str]
     # What each layer that is called has become: see `FoldedLayer`
     layers: dict[str, str] = field(default_factory=dict)
@@ -72,9 +72,14 @@ def capture(
 ) -> Program:
     """Capture a network with an example call; it is not changed.
 
-    The number of samples may vary unless `batch` fixes it; with `dynamic_size` what lies behind the
-    channels may too. `lambdas`, by layer and strength included, take the place of estimates. Of a
-    detector nothing is captured: its layers compute by their forms.
+    Args:
+        model: The network.
+        call: The example call.
+        batch: The number of samples that every call has; None if it may vary.
+        dynamic_size: Whether the sizes behind the channels may vary.
+        lambdas: By layer, a constant in place of its estimates of lambda, strength included.
+        is_detector: Whether the network is a detector. Nothing is captured of it; its layers
+            compute by their forms.
     """
     net = copied_for_inference(model)
     call = call.resized(batch or max(2, call.batch)).to(device_of(net), torch.float32)
@@ -129,21 +134,21 @@ def _put_forms(
             layers[name] = "kept"
             continue
         form = layer.inference_form()
-        kind = _kind_of(layer, form)
+        form_name = _form_name(layer, form)
         if name in lambdas and _freeze_estimates(form, lambdas[name]):
-            kind = "frozen"
+            form_name = "frozen"
         if isinstance(layer, _NO_NORMS):
-            kind = ""
-        vars(layer)["forward"] = _FormCall(form, layers, name, kind).forward
+            form_name = ""
+        vars(layer)["forward"] = _FormCall(form, layers, name, form_name).forward
         powers += [part for part in form.modules() if isinstance(part, forms.TwoBranch)]
     return powers
 
 
-def _kind_of(layer: ConvertedLayer, form: nn.Module) -> str:
+def _form_name(layer: ConvertedLayer, form: nn.Module) -> str:
     classes = {type(part) for part in form.modules()}
-    for form_class, kind in _KINDS.items():
+    for form_class, form_name in _FORM_NAMES.items():
         if form_class in classes:
-            return kind
+            return form_name
     if layer.affine_map() is None:
         return "normalization"
     return "affine"
@@ -159,19 +164,20 @@ def _freeze_estimates(form: nn.Module, lmbda: float) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _FormCall:
-    """A layer's forward by its form, which notes that the layer is called, and what it has become
-    so far. What puts a network back as it was does not look into it.
+    """A layer's forward by its inference form, which notes in `layers` that the layer is called.
+
+    As an object of this package it is no part of what `left_as_it_was` puts back.
     """
 
     form: nn.Module
     layers: dict[str, str]
     name: str
-    kind: str
+    form_name: str
 
     def forward(self, x: Tensor) -> Any:
         """Note the call, and compute by the form."""
-        if self.kind:
-            self.layers[self.name] = self.kind
+        if self.form_name:
+            self.layers[self.name] = self.form_name
         return self.form.forward(x)
 
 

@@ -2,8 +2,9 @@
 is a fact.
 
 An affine map per channel (evaluation's batch normalization, products and sums with constants) goes
-into what computes its input or what takes its output; a whitening into the convolution before it.
-Of a power transform a form is left. Each pass leaves a graph that computes what it did before.
+into the layer that computes its input, or into the one that takes its output. A whitening goes into
+the convolution before it. A power transform becomes its exact form or an approximation. Each pass
+leaves a graph that computes the same as before.
 """
 
 import math
@@ -135,8 +136,8 @@ def _scale_and_shift(operator: Any, constant: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
-    """Return the dimension of channels, 1 or the last, along which alone a float32 constant extends
-    in an operation on `x`; None if there is none.
+    """Return the dimension, 1 or the last, along which a float32 constant varies in an operation on
+    `x`; None if it varies along another, or along several or none.
     """
     if not _are_float32_and_alike(value, x, result):
         return None
@@ -202,8 +203,8 @@ def merge_whitenings(graph: FoldingGraph) -> None:
 
 
 def _point_matrix(graph: FoldingGraph, node: Node) -> LinearMap | None:
-    """Return a layer that mixes the channels of each point, and puts out as many of a group as it
-    takes; None for others.
+    """Return a layer of kernel size 1 with as many output as input channels in each group; None for
+    others.
     """
     matrix = graph.linear(node)
     if matrix is None or matrix.transposed or matrix.pads_zeros:
@@ -215,8 +216,8 @@ def _point_matrix(graph: FoldingGraph, node: Node) -> LinearMap | None:
 
 
 def fold_into_consumers(graph: FoldingGraph) -> None:
-    """Fold an affine map into the layer that alone takes its output; where that puts zeros beside
-    it, only the scale.
+    """Fold an affine map into the layer that alone takes its output; only the scale, if the layer
+    pads with zeros.
     """
     for node, affine in reversed(graph.affine_maps()):
         users = users_of(node)
@@ -288,8 +289,8 @@ PASSES: tuple[Callable[[FoldingGraph], None], ...] = (
     lower_affine_maps,
     remove_unused,
 )
-"""What follows the power transforms, in this order: a whitening takes in its affine map before it
-is merged itself.
+"""The passes after the power transforms, in this order: a whitening takes in its affine map before
+it is itself merged.
 """
 
 

@@ -132,7 +132,7 @@ class FoldingGraph:
         bias = self.constant(values["bias"])
         if bias is None and values["bias"] is not None:
             return None
-        # A single sample without its batch
+        # It takes a single sample, without a batch dimension
         if node.target is not ATEN.linear.default and len(shape_of(node)) != weight.ndim:
             return None
         transposed = node.target in _TRANSPOSED
@@ -155,7 +155,7 @@ class FoldingGraph:
         with self.graph.inserting_before(before):
             node = self.graph.call_module(self._add_module(part), (x,))
         value = before.meta["val"]
-        # A batch normalization gives its output, and statistics of training
+        # The value of a batch normalization is a tuple: its output, and statistics of training
         node.meta["val"] = value[0] if isinstance(value, tuple | list) else value
         return node
 
@@ -183,8 +183,8 @@ class FoldingGraph:
         return name
 
     def _store(self, before: Node, replaced: Node | None, value: Tensor) -> Node:
-        """Return a node of a constant: under the name of what it replaces, if nothing else uses
-        that.
+        """Return a node that holds a constant: the node that it replaces, if that has no other
+        reader, else a new one.
         """
         value = value.float()
         if replaced is not None and replaced.op == "get_attr" and self._has_one_reader(replaced):

@@ -1,4 +1,4 @@
-"""`retrofit.export_onnx`."""
+"""`retrofit.export_onnx`: a network as a folded ONNX file, checked against PyTorch."""
 
 import json
 from collections import Counter
@@ -149,7 +149,7 @@ def export_onnx(
 def _onnx_model(
     request: Request, folded: FoldedNetwork, opset: int
 ) -> tuple[onnx.ModelProto, list[Check]]:
-    """Return the model in the requested precision, and what it has to answer."""
+    """Return the model in the requested precision, and the checks that it has to pass."""
     program = folded.program
     if request.precision == "int8":
         for part in program.module.modules():

@@ -1,4 +1,4 @@
-"""From a captured program to an ONNX file: the same bytes every time, checked, whole."""
+"""Write a captured program as an ONNX file: the same bytes every time, checked, whole."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _AXES = ("batch", "channels", "height", "width", "depth")
 
 
 class Check(NamedTuple):
-    """What a file has to answer, and what to do where it does not."""
+    """The outputs that a file has to give, and what to do if it does not."""
 
     reference: Reference
     advice: str
@@ -126,8 +126,8 @@ def _names_of_axes(image: onnx.ValueInfoProto) -> dict[str, str]:
 def written(
     model: onnx.ModelProto, path: Path, force: bool, checks: Sequence[Check]
 ) -> Iterator[tuple[Comparison, int]]:
-    """Check a model and write it aside; it gets its name when the body ends. If anything fails,
-    what stood there before is left, or nothing.
+    """Check a model and write it to a temporary file, which gets its name when the body ends. If
+    anything fails, a file that was at `path` before stays.
 
     Beyond 2 GB, where protobuf ends, the weights go to `path` with `.data` added.
 
@@ -174,17 +174,17 @@ def _put_weights_beside(model: onnx.ModelProto, name: str) -> None:
 
 
 def _compared(draft: Path, checks: Sequence[Check]) -> Comparison:
-    """Compare ONNX Runtime's answers with each reference; return the last comparison."""
+    """Compare ONNX Runtime's outputs with each reference; return the last comparison."""
     run = open_onnx(draft)
 
-    def answers(*args: Any, **kwargs: Any) -> list[Tensor]:
+    def outputs(*args: Any, **kwargs: Any) -> list[Tensor]:
         leaves = tree_leaves((args, kwargs))
         arrays = [leaf.cpu().numpy() for leaf in leaves if isinstance(leaf, Tensor)]
         return [torch.from_numpy(values) for values in run(*arrays)]
 
     comparison = Comparison()
     for reference, advice in checks:
-        comparison = reference.compare(answers)
+        comparison = reference.compare(outputs)
         if not comparison.passed:
             raise ComparisonError(comparison, "ONNX Runtime differs from PyTorch", advice)
     return comparison
@@ -194,10 +194,10 @@ def _compared(draft: Path, checks: Sequence[Check]) -> Comparison:
 def _weights_follow_their_model(
     draft: Path, path: Path, weights: Path, data: Path
 ) -> Iterator[None]:
-    """Where the body fails, leave beside a model the weights that are its own.
+    """If the body fails, leave beside the model at `path` the weights that belong to it.
 
-    New weights whose model did not get its name are removed: `temporary_folder` then puts the old
-    ones back.
+    New weights are removed if their model did not get its name: `temporary_folder` then puts the
+    old ones back.
     """
     has_weights = weights.exists()
     identity = draft.stat().st_ino

@@ -1,7 +1,7 @@
-"""The power transform in a captured graph, and what may take its place.
+"""The operator `retrofit::power`: the power transform as one node of a captured graph.
 
-It is one node there, `retrofit::power`, which `Transform` describes; folding puts a `Fit` in its
-place: its exact form or an approximation.
+A `Transform` describes the node. Folding puts a `Fit` in its place: the exact form or an
+approximation.
 """
 
 from collections.abc import Sequence
@@ -30,9 +30,11 @@ POWER = torch.ops.retrofit.power.default
 
 @dataclass(frozen=True)
 class Fit:
-    """What takes the place of a transform, as a function of sign * h: scale * h + shift, the parts
-    that follow, and the scale of what they give; (C,) in float64. Errors are shares of the standard
-    deviation of the layer's output.
+    """A function of sign * h that takes the place of a transform.
+
+    It is scale * h + shift, then the modules in `parts`, then a product with `after`, if there is
+    one. Constants are (C,) in float64. Errors are shares of the standard deviation of the layer's
+    output.
     """
 
     # "affine", "polynomial", "one branch" or "two branches"
@@ -61,8 +63,9 @@ class Fit:
 
 @dataclass(frozen=True)
 class Transform:
-    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, (C,) each in float64,
-    with gamma >= 0, since gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda).
+    """A power transform of a graph: gamma * psi(sign * h; lambda) + beta, (C,) each in float64.
+
+    gamma is never negative: gamma * psi(h; lambda) = -gamma * psi(-h; 2 - lambda).
     """
 
     node: Node
@@ -96,8 +99,8 @@ class Transform:
         )
 
     def exact_form(self) -> Fit:
-        """Return the transform itself: of one branch, with the ReLU, if the ReLU makes the negative
-        branch dead.
+        """Return the transform itself: one branch, which includes the ReLU behind it, if the ReLU
+        hides the negative branch; else two branches.
         """
         # A frozen estimate is one number for all channels
         if self.high is None or self.lmbda.numel() == 1 or bool((self.beta > 0).any()):
@@ -140,8 +143,8 @@ class Transform:
 
 
 def _upper_limit(node: Node) -> float | None:
-    """Return the limit above of a function that is 0 below 0 and else the identity up to it; None
-    for others.
+    """Return the upper limit of a ReLU, or of a clamp from 0 on (inf if it has none); None for
+    others.
     """
     if node.target is ATEN.relu.default:
         return INF
@@ -158,9 +161,9 @@ def _upper_limit(node: Node) -> float | None:
 class OneBranch(nn.Module):
     """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where this is 0 for all h <= 0.
 
-    It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function, and
-    gives scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0; what
-    surrounds it can do the rest.
+    It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function. It
+    returns scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0. The
+    modules around it do the rest.
     """
 
     lmbda: Tensor
@@ -206,9 +209,10 @@ class Polynomial(nn.Module):
             scale = torch.ones_like(scale)
 
     def to_convolutions(self) -> None:
-        """Make a depthwise convolution of each batch normalization, for which ONNX Runtime has
-        integer kernels in INT8. Degrees above 3 stay: of the 8 bits of each step little is left in
-        the end.
+        """Replace each batch normalization by a depthwise convolution, for which ONNX Runtime has
+        kernels in INT8.
+
+        Polynomials of a degree above 3 stay: each step has 8 bits, and errors add up.
         """
         if len(self.steps) > 2:
             return

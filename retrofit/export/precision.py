@@ -1,10 +1,10 @@
 """ONNX models in less than 32 bits.
 
-What quantizers do by default destroys a converted network without a word: they put the power
-transform, whose channels differ in range a thousandfold, and group normalization on one 8-bit grid
-as well. Here convolutions, matrix products and what runtimes fuse with them are quantized, and
-elementwise operations with constants stay in float32; but for the steps of polynomials, whose
-channels share their limits, where the runtime has integer kernels for them.
+Quantizers destroy a converted network by default, without a word: they also put group normalization
+and the power transform, whose channels differ in range a thousandfold, on one 8-bit grid. Here
+convolutions, matrix products and what runtimes fuse with them are quantized. Elementwise operations
+with constants stay in float32, except for the steps of polynomials: their channels share their
+limits, and the runtime has integer kernels for them.
 """
 
 import math
@@ -40,7 +40,7 @@ _ARITHMETIC = {"Sub", "Add", "Mul"}
 def narrowed(
     request: Request, model: onnx.ModelProto, exported: torch.export.ExportedProgram
 ) -> tuple[onnx.ModelProto, Check]:
-    """Return a model in the requested precision, and what it has to answer.
+    """Return a model in the requested precision, and the check that it has to pass.
 
     Raises:
         RetrofitError: If ONNX Runtime cannot convert the model, or values overflow float16.
@@ -180,9 +180,9 @@ def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
 class HalfRun(fx.Interpreter):
     """A run of an exported program in which each operation takes and gives float16.
 
-    ONNX Runtime's CPU provider has no float16 and computes in float32 between most nodes, where
-    nothing overflows that does on a GPU. Here the result of each operation is rounded, as of
-    hardware that accumulates in float32.
+    ONNX Runtime's CPU provider computes most nodes in float32, so values that overflow on a GPU do
+    not overflow there. Here the result of each operation is rounded, as by hardware that
+    accumulates in float32.
     """
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:

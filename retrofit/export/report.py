@@ -32,7 +32,7 @@ class FoldedLayer:
     rms_error: float | None = None
 
     @property
-    def kind(self) -> str:
+    def form_label(self) -> str:
         """Its form, with the degree of a polynomial."""
         if self.degree is None:
             return self.form

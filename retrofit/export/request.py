@@ -151,9 +151,7 @@ class Request:
 
     @property
     def allowed(self) -> float:
-        """Largest difference of the folded network; that of a file in less than 32 bits is another
-        matter.
-        """
+        """Largest difference of the folded network; a file in less than 32 bits has its own."""
         usual = TOLERANCE
         if self.approximates:
             usual = APPROXIMATE_TOLERANCE
@@ -200,8 +198,8 @@ class Request:
         return calls
 
     def _batches(self, images: Sequence[Tensor]) -> list[Call]:
-        """Return calls with all of some images: one alone, three, and the others in larger batches;
-        with a fixed batch, calls of that size alone.
+        """Return calls with images: a batch of one, one of three, and the others in larger ones;
+        with a fixed batch, whole batches of that size alone.
         """
         if not images:
             return []

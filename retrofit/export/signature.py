@@ -20,7 +20,7 @@ _AGAIN = "fold it again with example `inputs` like those of this call"
 def refuse_other_calls(module: fx.GraphModule, call: Call) -> None:
     """Let a captured module raise RetrofitError for calls that are not like the captured one.
 
-    What compiles or exports the module traces torch's own conditions instead.
+    torch.compile and torch.export trace torch's own conditions instead.
     """
     leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
     arguments: dict[str, Any] = {}
@@ -51,8 +51,13 @@ class TensorArgument:
         return cls(str(node.target), example.dtype, tuple(sizes))
 
     def check(self, value: Tensor, network: Tensor, is_only_one: bool) -> None:
-        """Raise RetrofitError if another device, type, rank or size is passed than that of the
-        `network`'s numbers, or the captured one.
+        """Raise RetrofitError for a tensor of another device or type than the network's, or of
+        another rank or size than the captured one.
+
+        Args:
+            value: The tensor that is passed.
+            network: A tensor on the network's device, of its type.
+            is_only_one: Whether the network takes no other argument.
         """
         device = network.device
         if value.device != device:
@@ -117,8 +122,10 @@ class Signature:
 
 
 class Guards(nn.Module):
-    """The arguments that a network was captured with, and torch's other conditions, as equal sizes
-    of two of them: a node of the captured graph, which takes all arguments.
+    """A node of the captured graph that takes all arguments and refuses those that differ from the
+    captured ones.
+
+    It also checks torch's other conditions, such as equal sizes of two arguments.
     """
 
     network: Tensor

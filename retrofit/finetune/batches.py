@@ -57,8 +57,8 @@ class Augmented(ImageSubset):
 def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any], Tensor]:
     """Build timm's training augmentation, all on the CPU and image by image.
 
-    An image comes in bytes, a quarter of what floats weigh on their way to the device, where it is
-    normalized. Only random erasing, which draws normalized pixels, needs a normalized image.
+    Images are bytes, a quarter the size of floats, until the device normalizes them. Only random
+    erasing, which draws normalized pixels, needs normalized images.
 
     Raises:
         UsageError: If timm cannot build it.
@@ -183,16 +183,16 @@ class Batches:
 
 
 def _normalization(recipe: Recipe, preprocess: Preprocess) -> dict[str, tuple[float, ...]]:
-    """Return mean and deviation, of pixels from 0 to 1, that the device has to normalize by."""
+    """Return the mean and deviation, of pixels from 0 to 1, by which the loader normalizes."""
     if not _erases(recipe):
         return {"mean": preprocess.mean, "std": preprocess.std}
     channels = preprocess.input_size[0]
-    # It multiplies both by 255: subtract 0, divide by 1.
+    # The loader multiplies both by 255: it subtracts 0 and divides by 1.
     return {"mean": (0.0,) * channels, "std": (1 / 255,) * channels}
 
 
 class _HostBatches:
-    """Batches in the host's memory, in each of which readable images stand for unreadable ones."""
+    """Batches in the host's memory, in which readable images replace unreadable ones."""
 
     def __init__(
         self, images: Augmented, order: Order, recipe: Recipe, device: torch.device
@@ -234,16 +234,16 @@ def _channels_last_batch(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
     return pixels.movedim(-1, 1), targets
 
 
-def replace_unreadable(images: Tensor, targets: Tensor, source: ImageSubset) -> list[str]:
+def replace_unreadable(images: Tensor, targets: Tensor, dataset: ImageSubset) -> list[str]:
     """Replace a batch's unreadable images by readable ones, and return their names.
 
     Raises:
         RetrofitError: If none can be read.
     """
-    answers = targets.tolist()
-    readable = [place for place, target in enumerate(answers) if target >= 0]
-    unreadable = [place for place, target in enumerate(answers) if target < 0]
-    names = [source.unreadable(answers[place]) for place in unreadable]
+    numbers = targets.tolist()
+    readable = [place for place, target in enumerate(numbers) if target >= 0]
+    unreadable = [place for place, target in enumerate(numbers) if target < 0]
+    names = [dataset.unreadable(numbers[place]) for place in unreadable]
     if not readable:
         raise RetrofitError(
             f"none of a batch's {len(names)} images can be read ({shortlist(names)}); "

@@ -19,41 +19,43 @@ from retrofit.utils.forward_pass import device_of, evaluating, hooked
 
 Fault = Literal["loss", "gradient", "state"]
 
-# Of float16's scale of the loss in a row: after so many it is no longer the reason.
+# After so many halvings in a row, float16's scale of the loss is no longer the cause of overflows.
 _HALVINGS = 30
 _FAULTS: tuple[Fault | None, ...] = (None, "loss", "gradient")
 _NORMS = (StrengthMixin, FrozenBatchNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)
-# Of the loss of guessing: a network that has begun to learn is below.
+# A network that has begun to learn has a loss below this share of that of guessing.
 _NEAR = 0.95
 # Steps of a run that may have ended before it began to learn.
 _FEW_STEPS = 100
-# Share of what answers differ by between classes, below which they do not differ between images.
+# Outputs do not depend on the image if they differ between images by less than this share of their
+# difference between classes.
 _SAME = 0.05
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the device says of a step."""
+    """The device's verdict on a step."""
 
-    # As passed to `send`.
+    # The step, as passed to `send`.
     step: Any
     # The step's last batch.
     images: Tensor
-    # Of all images since `start`.
+    # Sum of the losses of all images since `start`.
     loss_sum: float
     # What was not finite.
     fault: Fault | None
-    # Of the parameters that have a gradient.
+    # Names of the parameters that have a gradient.
     names: list[str]
-    # Of their gradients, (len(names),).
+    # Norms of their gradients, (len(names),).
     norms: Tensor
 
     @property
     def what(self) -> str:
-        """What was not finite, in words: of gradients the one that went first.
+        """What was not finite, in words.
 
-        They are computed from the last layer back: the last, or, if only their common norm is
-        infinite, the largest.
+        Among several gradients it is the one that was computed first, which is the last, since they
+        are computed from the last layer back. If only their common norm is infinite, it is the
+        largest.
         """
         if self.fault == "loss":
             return "the loss"
@@ -65,14 +67,19 @@ class Verdict:
 
 
 class StepGate:
-    """Judges every step on the device: one whose loss or gradient is not finite, and all after it,
-    change no weight.
+    """Judges every step on the device. A step whose loss or gradient is not finite changes no
+    weight, and neither do the steps after it.
 
-    A fused optimizer takes a flag and leaves the step out; for others the gradient is zeroed. With
-    float16, whose loss is scaled, the scaler leaves out steps whose gradient overflows; only a row
-    of them is a fault. The host reads a step's verdict one step later, when the device is likely to
-    be done with it; on a CPU, where nothing is queued, at once. `clip` is the largest norm of a
-    gradient; None or 0 for any.
+    A fused optimizer takes a flag and skips the step; for others the gradient is set to zero. With
+    float16, the scaler of the loss skips steps whose gradient overflows: only many of them in a row
+    are a fault. The host reads a step's verdict one step later, when the device has probably
+    finished it; on a CPU, which queues nothing, at once.
+
+    Args:
+        accelerator: The processes and the device.
+        model: The network.
+        optimizer: The optimizer of its parameters.
+        clip: Largest norm of a gradient; None or 0 for any.
     """
 
     def __init__(
@@ -136,7 +143,7 @@ class StepGate:
 
     def _judge(self, norm: Tensor) -> None:
         """Note the step's fault by the norm of its gradient, without waiting for the device."""
-        # Without a scaler of the loss, the first is a fault.
+        # Without a scaler of the loss, the first overflow is a fault.
         overflows_allowed = _HALVINGS * (self._accelerator.scaler is not None)
         self._overflows = torch.where(norm.isfinite(), 0, self._overflows + 1)
         fault = torch.where(self._overflows > overflows_allowed, 2, 0)
@@ -222,8 +229,13 @@ def _rank(module: nn.Module) -> int:
 
 
 class ChanceWatch:
-    """Says once, after warm-up, that a run learns nothing, and why; `untrained`: it began with
-    random weights.
+    """Warns once, after warm-up, that a run learns nothing, and says why.
+
+    Args:
+        recipe: The settings of the run.
+        steps: The optimizer steps of the run.
+        classes: The number of classes; None if it is unknown.
+        untrained: Whether the run began with random weights.
     """
 
     def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
@@ -258,7 +270,7 @@ class ChanceWatch:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        # The walk may stumble for an epoch.
+        # A rising strength may cost accuracy for an epoch.
         if self._in_a_row < 2 and not is_last:
             return None
         self._done = True
@@ -283,12 +295,13 @@ def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
 
 
 def all_alike(model: nn.Module, images: Tensor) -> bool:
-    """Whether a network answers the same to all images, (N, C, H, W); a new classifier, all zero,
-    answers nothing.
+    """Whether a network's outputs are the same for all images, (N, C, H, W).
+
+    A new classifier, whose outputs are all zero, does not count.
     """
     with evaluating(model):
-        answers = model(images.to(device_of(model))).float()
-    by_class = answers - answers.mean(dim=1, keepdim=True)
+        scores = model(images.to(device_of(model))).float()
+    by_class = scores - scores.mean(dim=1, keepdim=True)
     by_image = by_class - by_class.mean(dim=0)
     return bool(by_image.abs().max() < _SAME * by_class.abs().max())
 

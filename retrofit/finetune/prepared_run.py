@@ -97,7 +97,7 @@ class PreparedRun:
         self.batches = Batches(
             images.train.images, recipe, preprocess, rank, processes, self.device
         )
-        # What a resumed run must have as it was.
+        # Settings and data that must be the same when the run is resumed.
         self.kept = recipe.model_dump(mode="json", exclude=set(FREE | PLACES))
         self.kept["images"] = len(images.train.images)
         self.kept["classes"] = images.names and list(images.names)

@@ -197,7 +197,7 @@ class Run(PreparedRun):
         self.position.images += len(images)
 
     def _recentre(self) -> None:
-        """Before the way back, have constants say what the network estimates by now."""
+        """Before the strength falls again, put the network's present estimates into constants."""
         for model in self.networks:
             recentre(self.plain_images.batches(_RECENTRED, _FEW), model, self.device)
 
@@ -306,7 +306,7 @@ class Run(PreparedRun):
         if is_best:
             self._write_artifact(self.validated, self.folder / "best.safetensors")
         run_report.write_metrics(self.folder, position.rows)
-        # Which may look at the files.
+        # The callback may look at the files.
         self.callback.epoch(row)
         if accuracy is not None:
             self._warn_of_chance(row, accuracy.images)

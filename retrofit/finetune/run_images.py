@@ -16,7 +16,7 @@ from retrofit.images.dataset import TO_VALIDATE, ImageData, has_split, open_imag
 from retrofit.utils.text import shortlist, shown
 
 UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"
-# Where the data has no part to validate on and the recipe names no fraction.
+# The fraction to validate on where the data has no such split and the recipe names no fraction.
 _HELD_OUT = 0.1
 # A transform that changes nothing and can be pickled.
 _IDENTITY = nn.Identity()
@@ -27,9 +27,9 @@ class Images:
     """The images of a run."""
 
     train: ImageData
-    # To validate on.
+    # None if nothing is validated.
     val: ImageData | None
-    # Of the outputs that the network needs; None where the data does not tell.
+    # Names of the outputs that the network needs; None where the data does not tell.
     names: tuple[str, ...] | None
     # Sentences for the user.
     notes: tuple[str, ...] = ()
@@ -44,8 +44,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         channels: The channels that the network takes.
 
     Raises:
-        UsageError: If the data has no such part, or is a stream.
-        RetrofitError: If the images cannot be read, have a single class, or leave none for a part.
+        UsageError: If the data has no such split, or is a stream.
+        RetrofitError: If the images cannot be read, have a single class, or leave none for a split.
     """
     train = _open_split(recipe, _train_split(recipe), channels)
     if isinstance(train.images, IterableDataset):
@@ -99,13 +99,13 @@ def _open_split(
 
 
 def _train_split(recipe: Recipe) -> str:
-    """Return the part to train on: all of a folder or tar that has no parts."""
+    """Return the split to train on: all of a folder or tar that has no splits."""
     if has_split(recipe.data_dir, recipe.dataset, recipe.train_split):
         return recipe.train_split
     others = splits_in(recipe.data_dir)
     val_split = recipe.val_split
     if not others and isinstance(val_split, str):
-        others = [part for part in [val_split] if has_split(recipe.data_dir, recipe.dataset, part)]
+        others = [name for name in [val_split] if has_split(recipe.data_dir, recipe.dataset, name)]
     is_default = recipe.train_split == Recipe.model_fields["train_split"].default
     if is_default and not others:
         return "."
@@ -116,7 +116,7 @@ def _train_split(recipe: Recipe) -> str:
 
 
 def _val_split(recipe: Recipe) -> str | float:
-    """Return the part to validate on, or a fraction of the images to train on."""
+    """Return the split to validate on, or a fraction of the images to train on."""
     split = recipe.val_split
     if isinstance(split, float) or has_split(recipe.data_dir, recipe.dataset, split):
         return split
@@ -135,7 +135,9 @@ def _keeps_classifier(recipe: Recipe, train: ImageData, labels: Sequence[str] | 
 
 
 def _refuse_other_classes(recipe: Recipe, names: tuple[str, ...] | None, val: ImageData) -> None:
-    """Refuse classes to validate on that are matched by order alone: a missing one moves others."""
+    """Refuse classes to validate on that differ from the trained ones and are matched by order
+    alone: a missing class would shift the others.
+    """
     if not val.contradicts(names):
         return
     apart = sorted({*(names or ())} ^ {*(val.names or ())}) or val.names or ()
@@ -203,10 +205,9 @@ class ImageSubset(Dataset[Any]):
         return str(self.images.unreadable(target))
 
     def batches(self, count: int, batch_size: int) -> Iterator[Tensor]:
-        """Give `count` images, those that can be read, in batches (N, C, H, W).
+        """Yield `count` images in batches (N, C, H, W), without those that cannot be read.
 
-        They are spread over all images, and so are those of each batch: sorted by class, neighbours
-        would be of one.
+        The images of each batch are spread over all images: neighbours may be of one class.
         """
         count = min(count, len(self))
         chosen = [place * len(self) // count for place in range(count)]

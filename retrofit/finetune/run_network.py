@@ -1,4 +1,4 @@
-"""A network opened for a run, and fitted to its images: their size, and the data's classes."""
+"""The network of a run: opened, and fitted to the images' size and the data's classes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -120,9 +120,7 @@ def fit_network(
 
 
 def _set_labels(network: Network, names: Sequence[str], outputs: int) -> None:
-    """Name the outputs by the data's classes; where outputs are left over, the network's own names
-    are none of theirs.
-    """
+    """Name the outputs by the data's classes; leave them without names if their number differs."""
     labels = None
     if len(names) == outputs:
         labels = list(names)
@@ -167,7 +165,7 @@ def scores_of(network: Network, built_for: tuple[int, int, int] | None = None) -
     """
     size = network.preprocess.input_size
     with evaluating(network.model):
-        # Of this module alone: networks with several heads ask it which to use.
+        # Only this module's mode: networks with several heads choose by it.
         network.model.training = True
         try:
             answer = network.model(torch.zeros(1, *size))
@@ -223,13 +221,13 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
             "convert it anew with as many outputs, "
             f"`retrofit convert --num-classes {classes}`"
         )
-    # Nothing was set by hand.
+    # It refuses a network that was changed by hand, which would be lost.
     identify(network.model, network.source)
     set_training_settings(model, training_settings(network.model))
     kept = {name: old[name] for name in new if name not in fresh}
     for name, tensor in kept.items():
         new[name].data = tensor.data
-    # Layers may look at it.
+    # Layers may react to loading.
     model.load_state_dict(kept, strict=False)
     _zero_classifier(model, fresh)
     model.train(network.model.training)

@@ -1,5 +1,5 @@
-"""What a run tells: those who watch it, how it goes and how it ended; and in its folder, the
-figures of each epoch.
+"""What a run reports: its progress, to callbacks; how it ended; and in its folder, the metrics of
+each epoch.
 """
 
 import csv
@@ -58,23 +58,23 @@ class RunCallback:
 class Position:
     """Where a run stands, beside its tensors, and in the end how it went."""
 
-    # Of the whole run.
+    # Optimizer steps of the whole run.
     steps: int
     # Optimizer steps done.
     step: int = 0
-    # Of the epoch's images so far.
+    # Sum of the losses of the epoch's images so far.
     loss_sum: float = 0.0
-    # Of the epoch so far.
+    # Images of the epoch so far.
     images: int = 0
-    # That these took.
+    # Seconds that these took.
     seconds: float = 0.0
-    # Validation accuracy in percent.
+    # Best validation accuracy, in percent.
     best: float | None = None
     # How far on the way to the target the best is, from 0 to 1.
     best_progress: float = 0.0
     # Metrics of each whole epoch.
     rows: list[dict[str, Any]] = field(default_factory=list)
-    # Images, by name.
+    # Names of the images that could not be read.
     unreadable: list[str] = field(default_factory=list)
 
     @property
@@ -133,7 +133,7 @@ def draw(folder: Path, rows: list[dict[str, Any]]) -> str | None:
     """
     try:
         _draw(folder / "curves.png", rows)
-    # Of matplotlib or the disk.
+    # matplotlib or the disk may fail.
     except Exception as error:
         return one_line(error)
     return None

@@ -1,5 +1,5 @@
-"""A run on the disk: its folder, which has one owner, and the state in it, everything that the next
-step depends on.
+"""A run on the disk: its folder, which one process owns, and the state in it, on which the next step
+depends.
 """
 
 import os
@@ -25,8 +25,8 @@ from retrofit.utils.files import (
 )
 from retrofit.utils.text import one_line
 
-# Raised when what a state holds changes, as a new setting of recipes does: `Run.restore` looks up
-# each.
+# It goes up when a state's content changes, also by a new setting of recipes: `Run.restore` looks
+# up each setting.
 SCHEMA = 3
 RECIPE = "recipe.yaml"
 STATE = "state"

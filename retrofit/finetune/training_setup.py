@@ -23,8 +23,14 @@ _OLD = 0.05
 def adjust_layers(
     model: nn.Module, recipe: Recipe, batches: int, note: Callable[[str], None]
 ) -> None:
-    """Set the layers' momentum and kind of noise as a recipe says, and note which of its settings
-    do nothing in a run of so many batches.
+    """Set the layers' momentum and kind of noise by a recipe, and note its settings that have no
+    effect.
+
+    Args:
+        model: The network.
+        recipe: The settings of the run.
+        batches: The training batches of the whole run.
+        note: Called with a sentence for each setting.
     """
     _set_options(model, recipe)
     if recipe.precise_bn is None:
@@ -110,8 +116,8 @@ def source_network(network: Network, resumed: bool = False) -> nn.Module:
 
     Args:
         network: The converted network.
-        resumed: Whether a run with it goes on. Then it was asked about its training before the run
-            set its first strength.
+        resumed: Whether its run is resumed. Then it was checked when the run began, before the
+            first strength was set.
 
     Raises:
         RetrofitError: If no layer has a strength, or the network was trained since its conversion,

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import retrofit
-from retrofit.callbacks.strength_walk import Walk
+from retrofit.callbacks.strength_walk import StrengthWalk
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune import StrengthSchedule
 from retrofit.layers import BatchNormalNorm2d, MigratedGroupNorm
@@ -150,11 +150,11 @@ def test_layers_without_strength_or_noise_are_refused() -> None:
 
 
 def test_a_callback_stands_where_the_step_is_and_goes_on_from_its_state() -> None:
-    model, walk = network(), Walk(ramp=1.0)
+    model, walk = network(), StrengthWalk(ramp=1.0)
     walk.begin(model, 8, 0)
     walk.go(2)
     assert strength_of(model) == walk.strength == 0.25
-    resumed = Walk(ramp=1.0)
+    resumed = StrengthWalk(ramp=1.0)
     resumed.load_state_dict(walk.state_dict())
     resumed.begin(model, 8, 4)  # the model is that of the checkpoint, on its way
     assert strength_of(model) == resumed.strength == 0.5
@@ -162,6 +162,6 @@ def test_a_callback_stands_where_the_step_is_and_goes_on_from_its_state() -> Non
         UsageError,
         match=r"`retrofit finetune --strength-sched there-and-back`, or `StrengthSchedule`",
     ):
-        Walk(
+        StrengthWalk(
             shape="there-and-back", end=0.0
         )  # nothing would estimate the constants anew at the turn

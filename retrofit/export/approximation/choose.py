@@ -1,6 +1,6 @@
-"""Which power transforms are approximated how well: judged on images, not on formulas.
+"""Choose how closely each power transform is approximated, judged on images.
 
-An error that the network can bear is spread to where it is cheapest.
+The error that the network can bear goes to the layers where it saves most computation.
 """
 
 import math
@@ -22,16 +22,16 @@ from retrofit.inputs import Call
 from retrofit.layers.forms import ConstantNorm
 from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
 
-# What a polynomial costs an element, as a share of what the exact transform costs there, is this for
-# each degree above 1: as benchmarks/export_latency.py shows for tf_efficientnet_lite0
+# The cost of a polynomial for each degree above 1, as a share of the exact transform's, as
+# benchmarks/export_latency.py shows for tf_efficientnet_lite0
 _COST_OF_DEGREE = 0.125
-# With a degree given: what is as good as affine
+# With a degree given: the error of a line, below which it is good enough
 _AFFINE = 1e-3
-# Images that show what errors do
+# Images on which the effect of a layer's error is measured
 _FEW = 8
-# Share of the tolerance: the folded network rounds differently from the one that is tried
+# Share of the tolerance that is used: the folded network rounds differently from the one tried here
 _ROOM = 0.98
-# Factor of the squared error, from one choice to the next
+# The squared error falls by this factor or more from one choice to the next
 _FALL = 1.25
 
 Functions = Mapping[Node, LayerFunction]
@@ -45,12 +45,17 @@ def choose(
     fitted: Sequence[Call],
     judged: Sequence[Call],
 ) -> dict[Node, Fit]:
-    """Approximate power transforms, with as little computation as keeps the network within the
-    tolerance.
+    """Approximate power transforms with as little computation as the tolerance allows.
 
-    Fits are made on the calls `fitted`, or on running statistics where there are none; the
-    tolerance, a share of each output's scale, holds for the calls `judged`. A given degree is that
-    of all fits. Transforms that the answer does not have stay exact.
+    Args:
+        module: The captured network.
+        degree: The degree of all fits; None to choose one for each.
+        tolerance: Largest change of an output, as a share of its scale, on the calls `judged`.
+        fitted: Calls on which functions are fitted; without any, running statistics are used.
+        judged: Calls on which the outputs are compared.
+
+    Returns:
+        The fits, by node; a transform without one stays exact.
 
     Raises:
         RetrofitError: If no choice of degrees meets the tolerance.
@@ -62,7 +67,7 @@ def choose(
         return _of_one_degree(functions, degree)
     limit = _ROOM * tolerance
     smallest = math.inf
-    expected = [(call, answers(module, call)) for call in judged]
+    expected = [(call, outputs_of(module, call)) for call in judged]
     options = _options(module, functions, fitted or judged)
     for fits in allocations(options):
         difference = _difference(module, fits, expected, limit)
@@ -88,7 +93,7 @@ def _functions(module: fx.GraphModule, calls: Sequence[Call]) -> dict[Node, Laye
         return {}
     observer = Observer(sum(call.batch for call in calls))
     for call in calls:
-        answers(module, call, observer=observer)
+        outputs_of(module, call, observer=observer)
     functions = {}
     for transform in transforms:
         node = transform.node
@@ -111,8 +116,8 @@ def _of_one_degree(functions: Functions, degree: int) -> dict[Node, Fit]:
 
 
 class _Run(fx.Interpreter):
-    """A run of a captured network, with other modules for some nodes; the observer takes what power
-    transforms do.
+    """A run of a captured network, with other modules for some nodes; the observer sees the inputs
+    of power transforms.
     """
 
     def __init__(
@@ -132,13 +137,13 @@ class _Run(fx.Interpreter):
 
 
 @torch.no_grad()
-def answers(
+def outputs_of(
     module: fx.GraphModule,
     call: Call,
     fits: Mapping[Node, Fit] | None = None,
     observer: Observer | None = None,
 ) -> list[Tensor]:
-    """Return the tensors that a captured network answers, with fits in the place of transforms and
+    """Return the output tensors of a captured network, with fits in the place of transforms and
     their ReLUs.
     """
     run = _Run(module, _modules_instead(module, fits or {}), observer)
@@ -170,13 +175,13 @@ def _difference(
     expected: Sequence[tuple[Call, list[Tensor]]],
     limit: float,
 ) -> float:
-    """Return the largest difference of an output, as a share of its scale over all calls; stop
-    beyond a limit.
+    """Return the largest difference of an output, as a share of its scale over all calls; calls
+    after the first beyond the limit are not run.
     """
     scales = _scales_of([tensors for _, tensors in expected])
     largest = 0.0
     for call, tensors in expected:
-        gaps = map(largest_gap, tensors, answers(module, call, fits))
+        gaps = map(largest_gap, tensors, outputs_of(module, call, fits))
         largest = max(largest, *map(_share, gaps, scales))
         if largest > limit:
             break
@@ -198,8 +203,8 @@ def _share(gap: float, scale: float) -> float:
 
 
 class Candidate(NamedTuple):
-    """What a layer may become: a fit, or the exact transform (None); what that costs, and the
-    squared error it adds.
+    """A fit for a layer, or the exact transform (None), with its cost and the squared error that it
+    adds to the output.
     """
 
     fit: Fit | None
@@ -213,11 +218,11 @@ def _options(
     """Fit all degrees, and see what an error of each transform alone does to the output."""
     few = next((call for call in calls if call.batch >= _FEW), calls[-1])
     few = few.resized(min(_FEW, few.batch))
-    expected = answers(module, few)
+    expected = outputs_of(module, few)
     options = {}
     for node, function in functions.items():
         fits = _fits_of_all_degrees(function)
-        changed = answers(module, few, {node: fits[1]})
+        changed = outputs_of(module, few, {node: fits[1]})
         harm = _squared_change(expected, changed) / max(fits[1].rms_error ** 2, 1e-30)
         options[node] = _candidates(fits, math.prod(shape_of(node)[1:]), harm)
     return options
@@ -250,9 +255,11 @@ def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> fl
 
 
 def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[Node, Fit]]:
-    """Yield choices of an option for each layer, from the first, free ones on, with ever less
-    squared error: it is taken off where most goes for its cost. A layer that is missing stays
-    exact; that all of them do is not among the choices.
+    """Yield choices of a candidate for each layer, with less and less squared error.
+
+    The first choice has each layer's first candidate, which costs nothing. From one choice to the
+    next, error is removed where that costs least. A layer that a choice lacks stays exact; the
+    choice that lacks all of them is not yielded.
     """
     chosen = {node: candidates[0] for node, candidates in options.items()}
     while True:

@@ -105,8 +105,8 @@ class PolynomialFitter:
     """Polynomials in p = clamp(scale * h + shift, low, 1) for one function."""
 
     def __init__(self, function: LayerFunction) -> None:
-        """Find the root and the range of each channel, and sum up what least squares need, for all
-        shares of it.
+        """Find the root and the range of each channel, and compute the moments that least squares
+        need for every share of the range.
         """
         self.function = function
         root = self._root()
@@ -122,7 +122,9 @@ class PolynomialFitter:
         self.products = torch.stack(products)
 
     def _root(self) -> Tensor:
-        """Return where the function is 0, or would be: beyond the data, where its tangent is."""
+        """Return the root of the function, (C,), or of its tangent at the end of the data if the
+        root lies beyond.
+        """
         function = self.function
         ends = torch.stack([function.low, function.top], 1)
         values = function.unlimited(ends)
@@ -137,12 +139,12 @@ class PolynomialFitter:
         return root.maximum(self._lowest_root())
 
     def _lowest_root(self) -> Tensor:
-        """Return where a root is moved that lies far below what a ReLU lets through."""
+        """Return the lowest root behind a ReLU, (C,): one far below the data is moved up to it."""
         reach = (self.function.top - self.function.low).clamp_min(1.0)
         return self.function.low - _ROOM * reach
 
     def _reach(self, root: Tensor) -> Tensor:
-        """Return how far from the root the function is fitted; 0 for a channel that is constant."""
+        """Return how far from the root the function is fitted, (C,); 0 for a constant channel."""
         function = self.function
         reach = function.top - root
         if function.high is None:

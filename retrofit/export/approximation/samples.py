@@ -1,9 +1,8 @@
 """The values that a power transform sees: a sample of each channel, and what may lie beyond it.
 
-Of the values that a layer sees a sample is kept, with the largest and the smallest. What it sees in
-use goes beyond: of values to come, one in as many as were seen is expected to exceed them all. By
-how much is taken from the largest: an exponential tail with the mean excess of those, as of peaks
-over a threshold.
+A sample of the values is kept, with the largest and the smallest. In use, values go beyond these:
+among as many new values as were seen, one is expected to exceed them all. The largest values show
+by how much: an exponential tail with their mean excess, as in the method of peaks over threshold.
 """
 
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from torch.fx import Node
 _SAMPLES = 2048
 # Largest, and smallest, values of each channel in a batch
 _EXTREMES = 32
-# Points in place of what lies beyond
+# Points that stand for the tail beyond the values
 _TAIL = 16
-# What new images go beyond the largest values by, over the mean excess of those
+# Mean excess of the tail, as a multiple of that of the largest values
 _HEAVY = 2.0
-# Quantiles of a normal distribution where there are no images
+# Quantiles of a normal distribution that are used where there are no images
 _QUANTILES = 511
-# Values that these count as
+# The number of values that these quantiles count as
 _IMAGINED = 10_000
 
 

@@ -19,7 +19,7 @@ from torch.fx import Graph
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.export.approximation.choose import Candidate, allocations, answers, choose
+from retrofit.export.approximation.choose import Candidate, allocations, choose, outputs_of
 from retrofit.export.capture import capture
 from retrofit.export.fold_constants import fold_program
 from retrofit.export.graph_nodes import layer_of
@@ -39,7 +39,7 @@ class Folded:  # a network folded with approximations
         program = capture(model, calls[0])
         self.model, self.layers = program.module, program.layers
         fits = choose(self.model, how.get("degree"), how.get("tolerance", 0.05), calls, calls)
-        self.judged = [answers(self.model, call, fits) for call in calls]
+        self.judged = [outputs_of(self.model, call, fits) for call in calls]
         self.fits = {layer_of(node): fit for node, fit in fits.items()}
         fold_program(program, fits)
         self.degrees = [
@@ -73,7 +73,7 @@ def test_what_is_judged_is_what_is_folded(images: list[Tensor]) -> None:
     model.append(model[2])  # one activation, called twice
     folded = Folded(model, images, degree=2)
     assert folded.degrees == [2]
-    found = [answers(folded.model, Call((x,))) for x in images]
+    found = [outputs_of(folded.model, Call((x,))) for x in images]
     torch.testing.assert_close(found, folded.judged, atol=1e-5, rtol=1e-5)
 
 
