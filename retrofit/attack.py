@@ -29,7 +29,7 @@ class Attack:
     kind: Kind
     # Largest change of a pixel, in units of the image from 0 to 1, before normalization.
     eps: float
-    # The preprocessing's, one a channel, as is `std`.
+    # Mean and standard deviation of the preprocessing, one a channel.
     mean: tuple[float, ...]
     std: tuple[float, ...]
 

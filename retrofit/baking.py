@@ -4,8 +4,8 @@ At strength 0 a converted layer costs what its source costs: a BatchNorm in eval
 into the convolution before it. A layer that was trained at strength 1 is another function there.
 Baking moves it to strength 0 and gives it the weight and bias that come nearest, per channel and in
 the mean square over images, to what it computed at its own strength. All layers are fitted in one
-pass through the network, in its order: the images go through twice at once, by the layers as they
-are and by the layers baked so far, so that each layer makes up for the ones before it.
+pass through the network, in its order. A batch holds the images twice: one half passes the layers
+as they are, the other the layers baked so far. So each layer makes up for the ones before it.
 """
 
 import copy
@@ -45,7 +45,7 @@ _FEWEST = 4
 _TRIALS = 5
 # Share of the images that count as the worst
 _WORST = 0.01
-# What the whole network may differ by from the trial, as a factor: rounding
+# Factor by which rounding may make the whole network differ more than in the trial
 _ROUNDING = 1.001
 
 _Constants = dict[str, tuple[Tensor, Tensor]]
@@ -57,7 +57,7 @@ class BakedLayer:
     """What became of one layer."""
 
     name: str
-    # Rms of what constants leave, as a share of its output's standard deviation; None if not tried
+    # Rms error of constants, as a share of its output's standard deviation; None if not tried
     error: float | None
     # Whether it is at strength 0 now
     baked: bool
@@ -85,13 +85,13 @@ class Stage:
 class BakeReport:
     """What was baked, and what it changes."""
 
-    # Every one with a strength, in the order of the network
+    # Every layer with a strength, in the order of the network
     layers: tuple[BakedLayer, ...]
     # The choices of layers that were tried, in the order of their thresholds
     stages: tuple[Stage, ...]
     chosen: Stage
     tolerance: float
-    # How many were fitted on, and judged on
+    # How many images were fitted on, and how many were judged on
     images: tuple[int, int]
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,10 +227,10 @@ def _bake_layers(model: nn.Module, trial: "_Trial", choice: _Choice, tolerance: 
     try:
         for name, layer in layers.items():
             layer.bake(*choice.constants[name])
-        # What reads its layers' tensors shows in the network itself alone
+        # Code that reads the layers' tensors does so in the network itself, not in the trial
         with evaluating(model):
-            answers = _answers(model, trial.check)
-        stage = trial.judged(choice.stage.threshold, answers, len(layers))
+            outputs = _outputs_of(model, trial.check)
+        stage = trial.judged(choice.stage.threshold, outputs, len(layers))
         if not stage.error <= _ROUNDING * tolerance:
             raise RetrofitError(
                 f"the baked network's output changes by {stage.error:.2g} of its standard "
@@ -266,7 +266,7 @@ class _Trial:
         self.check = call.select(judged)
         self._fit = call.select(fitted.repeat(2))
         self._net = net
-        self._expected = _answers(net, self.check)
+        self._expected = _outputs_of(net, self.check)
         self.reasons = _reasons(net, layers, call)
         self._layers: dict[str, Any] = {
             name: layer for name, layer in layers.items() if name not in self.reasons
@@ -284,8 +284,8 @@ class _Trial:
         constants: _Constants = {}
 
         def fit(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            """Fit constants to a layer's output; return it, and in its second half, of the same
-            images as the layers baked so far give them, what the constants make of them.
+            """Fit constants to a layer's output, and put them into its second half, that of the
+            layers baked so far.
             """
             half = len(out) // 2
             expected = out[:half]
@@ -307,17 +307,17 @@ class _Trial:
         with self._hooked(fit):
             self._net(*self._fit.args, **self._fit.kwargs)
         with self._hooked(compute):
-            answers = _answers(self._net, self.check)
-        return _Choice(self.judged(threshold, answers, len(constants)), errors, constants)
+            outputs = _outputs_of(self._net, self.check)
+        return _Choice(self.judged(threshold, outputs, len(constants)), errors, constants)
 
-    def judged(self, threshold: float, answers: Sequence[Tensor], layers: int) -> Stage:
-        """Return how answers of a network with some layers baked differ from its own.
+    def judged(self, threshold: float, outputs: Sequence[Tensor], layers: int) -> Stage:
+        """Return how the outputs of a network with some layers baked differ from its own.
 
         Raises:
-            RetrofitError: If the network itself answers all images alike.
+            RetrofitError: If the network's own outputs are alike for all images.
         """
         changes = []
-        for expected, answer in zip(self._expected, answers, strict=True):
+        for expected, answer in zip(self._expected, outputs, strict=True):
             variance = float((expected - expected.mean(0)).square().mean())
             if variance > 0:
                 by_image = (expected - answer).square().flatten(1).mean(1)
@@ -331,7 +331,7 @@ class _Trial:
         worst = squares.topk(count).values
         error = float(squares.mean().sqrt())
         worst_error = float(worst.mean().sqrt())
-        agreement = _agreement(self._expected[0], answers[0])
+        agreement = _agreement(self._expected[0], outputs[0])
         return Stage(threshold, layers, error, worst_error, agreement)
 
     def _hooked(self, hook: Callable[..., Tensor]) -> AbstractContextManager[None]:
@@ -407,12 +407,11 @@ def _reason_of_calls(shapes: Sequence[torch.Size]) -> str:
     return ""
 
 
-def _answers(net: nn.Module, call: Call) -> list[Tensor]:
-    """Return the tensors that a network gives, of all images together, each image apart in the
-    first dimension.
+def _outputs_of(net: nn.Module, call: Call) -> list[Tensor]:
+    """Return a network's output tensors for all images, with a row for each image.
 
     Raises:
-        RetrofitError: If it does not take such images, or answers otherwise.
+        RetrofitError: If it does not take such images, or its outputs have other rows.
     """
     rows = torch.arange(call.batch, device="cpu").split(_BATCH)
     try:
@@ -432,9 +431,11 @@ def _answers(net: nn.Module, call: Call) -> list[Tensor]:
 
 
 def _regress(base: Tensor, target: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, float]:
-    """Fit target = weight * base + bias by least squares; return weight and bias, which broadcast,
-    and the rms of what is left as a share of the target's standard deviation, over all channels
-    together.
+    """Fit target = weight * base + bias by least squares.
+
+    Returns:
+        Weight and bias, which broadcast, and the rms error as a share of the target's standard
+        deviation, over all channels together.
     """
     mean_base = base.mean(dims, keepdim=True)
     mean = target.mean(dims, keepdim=True)

@@ -75,13 +75,13 @@ class Cost:
     # "eval": a forward pass without gradients; "train": forward, backward and a step of SGD with
     # momentum.
     mode: Mode
-    # Of one batch.
+    # Time of one batch.
     seconds: Spread
     # Peak memory beyond parameters, images and the optimizer's state.
     bytes: int
-    # To the last network, the reference, in the same turn; None for the reference.
+    # Over the time of the last network, the reference, in the same turn; None for the reference.
     time_ratio: Spread | None
-    # To the reference; None for the reference.
+    # Over the memory of the reference; None for the reference.
     memory_ratio: float | None
 
 

@@ -1,5 +1,5 @@
-"""Are two networks the same function? Both answer the same inputs, and every tensor in the answers
-counts.
+"""Are two networks the same function? Both are run on the same inputs, and every tensor in their
+outputs is compared.
 """
 
 import math
@@ -27,24 +27,24 @@ NO_NUMBERS = (
 )
 # Of two comparisons, which differs more.
 _BY_SHARE = attrgetter("share", "scale")
-# Of the layers' largest value: what float32 leaves of zero.
+# Share of the layers' largest value by which float32 may miss a zero.
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference between the answers of two networks.
+    """The largest difference between the outputs of two networks.
 
     Attributes:
         max_abs_diff: Largest absolute difference; inf where shapes differ, or only one side is NaN
             or infinite. Of several tensors, this and `scale` are those of the one that differs most
-            for its scale.
+            relative to its scale.
         scale: Largest finite absolute value that the reference gave there.
         tolerance: Largest share of `scale` that passes.
-        top1_agreement: Share of the samples with the same highest score; None where the answers are
+        top1_agreement: Share of the samples with the same highest score; None where the outputs are
             no scores.
         where: The layer that the figures belong to; empty for the network's output.
-        batches: Sizes of the batches that both answered.
+        batches: Sizes of the batches that both were run on.
         compared: How many finite elements were compared.
         not_checked: Why nothing was compared, and what would let it be; empty if it was.
     """
@@ -119,13 +119,13 @@ _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
 
 
 @dataclass
-class _Answers:
-    """What a network answered to some calls, and what its layers put out meanwhile.
+class _RecordedOutputs:
+    """The outputs of a network, and those of its layers, in some calls.
 
     Attributes:
-        outputs: The tensors of each answer.
-        layers: By layer, the shape and some elements of all that it put out.
-        boxes: Whether the answers are detections.
+        outputs: The tensors of the network's output in each call.
+        layers: By layer, the shape and some elements of each of its outputs.
+        boxes: Whether the network's outputs are detections.
     """
 
     outputs: _Outputs
@@ -133,7 +133,7 @@ class _Answers:
     boxes: bool
 
     @classmethod
-    def of(cls, model: Any, calls: Iterable[Call], layers: Iterable[str]) -> "_Answers":
+    def of(cls, model: Any, calls: Iterable[Call], layers: Iterable[str]) -> "_RecordedOutputs":
         """Make the calls, with the named layers watched."""
         kept: _Layers = {name: [] for name in layers}
 
@@ -174,14 +174,15 @@ def _some_elements(output: Tensor) -> Tensor:
 
 
 class Reference:
-    """What a network answers, to compare others with.
+    """The outputs of a network, to compare others with.
 
     The network is evaluated; its modes, its buffers and the random state are left as they were.
-    Calls that it refuses are left out. Of a network that answers with
-    boxes the backbone and the heads are compared, each fed what it was fed here.
+    Calls that it refuses are left out. If its outputs are boxes, its backbone and heads are
+    compared instead, each on the inputs that it gets here.
 
-    The outputs of `layers` are compared too, by sample: a freshly initialised network often
-    multiplies a whole branch by zero, of which its output alone proves nothing.
+    The outputs of `layers` are compared too, by some of their elements: a freshly initialised
+    network often multiplies a whole branch by zero, and its own output then says nothing about that
+    branch.
 
     Args:
         model: The network.
@@ -195,7 +196,7 @@ class Reference:
         parts: Those that are compared: the same, or those of a detector's parts.
         batches: Sizes of the batches of the calls.
         not_checked: Why there is nothing to compare with; empty if there is.
-        holds_nan: Whether a NaN is among the answers.
+        holds_nan: Whether an output holds NaN.
         tolerance: The largest share that passes.
 
     Raises:
@@ -234,16 +235,16 @@ class Reference:
         self.tolerance = max(tolerance, _rounding_of(tensors))
 
     def _add(self, model: nn.Module, call: Call) -> None:
-        """Keep what the network answers to a call."""
+        """Keep the outputs of a call."""
         parts = [call]
-        answers = _Answers.of(model, parts, self._layers)
-        if answers.boxes:
+        recorded = _RecordedOutputs.of(model, parts, self._layers)
+        if recorded.boxes:
             parts = parts_of_detector(model, call) or parts
-            answers = _Answers.of(model, parts, self._layers)
+            recorded = _RecordedOutputs.of(model, parts, self._layers)
         self.calls.append(call)
         self.parts += parts
-        self._outputs += answers.outputs
-        for name, values in answers.layers.items():
+        self._outputs += recorded.outputs
+        for name, values in recorded.layers.items():
             self._layers[name] += values
 
     @property
@@ -267,9 +268,9 @@ class Reference:
             layers: Whether the layers count beside the outputs.
 
         Returns:
-            The output that differs most; if the outputs are the same, the first layer that is not;
-            if every output is zero but for rounding (the mean of what is normalized over it), the
-            layer that differs most.
+            The comparison of the output that differs most. If the outputs agree, that of the first
+            layer that differs. If none does, and every output is zero up to rounding (a mean of
+            normalized values, say), that of the layer that differs most.
 
         Raises:
             RetrofitError: If `other` does not take what this network took.
@@ -281,27 +282,27 @@ class Reference:
         watched = {}
         if layers:
             watched = self._layers
-        answers = self._answers_of(other, watched)
+        recorded = self._run_on_same_calls(other, watched)
         # Without layers there is nothing else to judge by than the outputs, however small.
         largest = max(
             (scale_of(value) for values in watched.values() for _, value in values), default=0.0
         )
-        result = self._compare_outputs(answers.outputs, zero=_ROUNDING * largest)
+        result = self._compare_outputs(recorded.outputs, zero=_ROUNDING * largest)
         if not result.differs:
-            result = self._worse_layer(result, answers, watched)
+            result = self._worse_layer(result, recorded, watched)
         if not result.differs and not result.scale:
             result = replace(
                 result, not_checked="every output is zero, which proves nothing; check the weights"
             )
-        agreement = self._top1_agreement(answers.outputs)
+        agreement = self._top1_agreement(recorded.outputs)
         return replace(result, batches=self.batches, top1_agreement=agreement)
 
-    def _answers_of(self, other: Any, watched: Iterable[str]) -> _Answers:
+    def _run_on_same_calls(self, other: Any, watched: Iterable[str]) -> _RecordedOutputs:
         """Make the same calls of another network."""
         left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
         try:
             with left_alone, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return _Answers.of(other, self.parts, watched)
+                return _RecordedOutputs.of(other, self.parts, watched)
         except RetrofitError:
             raise
         except Exception as error:
@@ -310,12 +311,12 @@ class Reference:
             ) from error
 
     def _worse_layer(
-        self, result: Comparison, answers: _Answers, watched: Iterable[str]
+        self, result: Comparison, recorded: _RecordedOutputs, watched: Iterable[str]
     ) -> Comparison:
-        """Return the first layer that differs, where the outputs do not; else the outputs' result,
-        or where they are zero that of the layer that differs most.
+        """Return the comparison of the first layer that differs. If none does, return `result`,
+        that of the outputs, or that of the layer that differs most if the outputs are zero.
         """
-        rows = [self._compare_layer(name, answers.layers[name]) for name in watched]
+        rows = [self._compare_layer(name, recorded.layers[name]) for name in watched]
         differing = next((row for row in rows if row.differs), None)
         if differing is not None:
             return differing
@@ -344,9 +345,7 @@ class Reference:
         return max((self._result(group, zero=zero) for group in pairs.values()), key=_BY_SHARE)
 
     def _compare_layer(self, name: str, kept: list[tuple[torch.Size, Tensor]]) -> Comparison:
-        """Compare what one layer put out, which may be called more often than it was, and not
-        less.
-        """
+        """Compare one layer's outputs. The other network may call it more often, but not less."""
         ours = self._layers[name]
         if len(kept) < len(ours):
             return Comparison(math.inf, 0.0, self.tolerance, where=name)
@@ -366,8 +365,8 @@ class Reference:
 
 
 def _kept(value: Tensor) -> Tensor:
-    """Copy a tensor, which may be overwritten later, to where it stays; on the meta device there is
-    nothing to copy.
+    """Copy a tensor to the CPU, since it may be overwritten; on the meta device there is nothing to
+    copy.
     """
     if value.is_meta:
         return value.detach()

@@ -104,9 +104,9 @@ def _annotation(known: Option) -> str:
     """Return the type of an option's values, as help() shows it."""
     if known.kind == "batches":
         return "Iterable[Any] | None"
-    kinds = []
+    types = []
     if known.kind is not str:
-        kinds = [known.kind.__name__]
+        types = [known.kind.__name__]
     if known.words:
-        kinds.append(f"Literal[{', '.join(map(repr, known.words))}]")
-    return " | ".join([*kinds, "None"])
+        types.append(f"Literal[{', '.join(map(repr, known.words))}]")
+    return " | ".join([*types, "None"])

@@ -34,7 +34,7 @@ Progress = Callable[[int, int | None], None]
 class Accuracy:
     """How many images a classifier got right."""
 
-    # Evaluated; unreadable ones are not among them.
+    # Number of images evaluated, without unreadable ones.
     images: int
     # Images whose class had the highest score.
     correct1: int
@@ -217,32 +217,32 @@ def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
     Raises:
         RetrofitError: If the model gives no class scores.
     """
-    answers: list[int] = []
+    predicted: list[int] = []
     with evaluating(model):
         for batch in batches:
-            answers += class_scores(model(batch)).argmax(dim=1).tolist()
-    return answers
+            predicted += class_scores(model(batch)).argmax(dim=1).tolist()
+    return predicted
 
 
-def class_scores(answer: Any, outputs_needed: int | None = None) -> Tensor:
-    """Return the class scores (N, classes) of a model's answer in float32.
+def class_scores(output: Any, outputs_needed: int | None = None) -> Tensor:
+    """Return the class scores (N, classes) in a model's output, in float32.
 
     Raises:
-        RetrofitError: If the answer holds none, or fewer than `outputs_needed`.
+        RetrofitError: If the output holds none, or fewer than `outputs_needed`.
     """
-    if not isinstance(answer, Tensor) or answer.ndim != 2:
-        shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise RetrofitError(
             f"the model gives no class scores (its output: {shape}); use an image classifier"
         )
-    outputs = answer.shape[1]
+    outputs = output.shape[1]
     if outputs_needed is not None and outputs_needed > outputs:
         raise RetrofitError(
             f"the data has class {outputs_needed - 1} (from 0) but the model gives "
             f"{plural(outputs, 'score')}; use the model's own data, a `class_map`, "
             "or `num_classes` with a matching checkpoint"
         )
-    return answer.float()
+    return output.float()
 
 
 class ExportedNetwork(nn.Module):
@@ -266,7 +266,7 @@ class ExportedFile:
 
     model: ExportedNetwork
     preprocess: Preprocess
-    # Of its outputs.
+    # Names of its outputs.
     labels: list[str] | None
     # JSON values: `model`, `target`, `strength`, `weights`, `fold` and `runtime`.
     facts: dict[str, Any]

@@ -37,8 +37,9 @@ class Call:
     stage: str = ""
 
     def on(self, model: Any) -> Any:
-        """Make the call with copies of its tensors, which the network may overwrite; random numbers
-        are seeded, and torch's random state is the caller's again afterwards.
+        """Call a network with copies of the tensors, which it may overwrite.
+
+        Random numbers are seeded; torch's random state is restored afterwards.
         """
         copies = self._mapped(lambda x: x.detach().clone())
         module = model
@@ -83,7 +84,9 @@ class Call:
         return self._mapped(lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
 
     def resized(self, rows: int) -> "Call":
-        """Return the call with another number of samples, its own in turn."""
+        """Return the call with another number of samples: the first ones, or all of them repeated
+        in turn.
+        """
         if rows == self.batch:
             return self
         return self.select(torch.arange(rows, device="cpu") % self.batch)
@@ -164,11 +167,11 @@ def input_shapes(model: nn.Module, size: tuple[int, ...], batch: int) -> list[tu
     """Return the shapes of the tensors that a network takes with a batch of samples of `size`, (C,
     H, W).
     """
-    family = type(model).__module__
-    if family.startswith("torchvision.models.optical_flow"):
+    home = type(model).__module__
+    if home.startswith("torchvision.models.optical_flow"):
         channels, *sides = size
         return [(batch, channels, *(max(128, side - side % 8) for side in sides))] * 2
-    if family.startswith("torchvision.models.video"):
+    if home.startswith("torchvision.models.video"):
         return [(batch, size[0], _FRAMES, *size[1:])]
     return [(batch, *size)]
 

@@ -15,7 +15,7 @@ from torch.jit import ScriptModule
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.text import shown
 
-# Of what builds a network of one's own: `py:package.module:callable`.
+# Begins the name of what builds a network of one's own: `py:package.module:callable`.
 PREFIX = "py:"
 # Arguments of the builders that fetch or read weights: that is the business of `pretrained` and
 # `checkpoint`, and an artifact must not be able to ask for it.
@@ -96,8 +96,8 @@ class Preprocess:
         crop_mode: How it is cut out.
 
     Raises:
-        UsageError: If no images have such sizes and numbers; TypeError or OverflowError for what is
-            none.
+        UsageError: If no images have such sizes and numbers. Values of other types may raise
+            TypeError or OverflowError.
     """
 
     input_size: tuple[int, int, int]
@@ -175,7 +175,7 @@ class Record:
             taken), "others" (which were not), "left_random" (tensors of the network that it did not
             give) and "left_out" (its own that were not taken).
         preprocess: What it expects of its images.
-        labels: Of its outputs; ImageNet's are WordNet ids ("n01440764").
+        labels: Names of its outputs; ImageNet's are WordNet ids ("n01440764").
         plans: The conversions that it went through, in order (`retrofit.surgery.Plan`).
         input_size: The shape of one sample, (C, H, W) for images, that its user last converted it
             with, as `input_size` or as `inputs` of one tensor.

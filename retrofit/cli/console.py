@@ -27,16 +27,17 @@ if TYPE_CHECKING:
 _LOG_WIDTH = 120
 # Between two columns of a table.
 _GAP = 3
-# No column is made narrower than that, and the last one, which holds sentences, not than this.
+# The least width of a column.
 _NARROW = 14
+# The least width of the last column, which holds sentences.
 _SENTENCE = 20
 # A terminal that has room for long lines.
 _WIDE = 100
 # Seconds between lines of progress, where there is no terminal.
 _EVERY = 30.0
-# Seconds of the past by which the time that is left is told.
+# Seconds over which speed is averaged, to estimate the time that is left.
 _PERIOD = 600.0
-# Of a table: what is shown must not grow with the model.
+# The most rows of a table, so that it does not grow with the model.
 _ROWS = 16
 
 _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
@@ -165,7 +166,9 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _fitted(lengths: Sequence[int], room: int) -> list[int]:
-    """Return the widths of columns whose longest entries are so long, in a row of `room`."""
+    """Return widths of columns, at most `room` together, from the lengths of their longest
+    entries.
+    """
     widths = list(lengths)
     widths[-1] = min(widths[-1], max(room - sum(widths[:-1]), _SENTENCE))
     while sum(widths) > room and max(widths) > _NARROW:
@@ -180,18 +183,18 @@ def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def show_plan(plan: Plan, full: bool = False) -> None:
-    """Write what a plan does to the layers and to what surrounds them: one line for each, or for
-    each kind.
+    """Write what a plan does to the layers and to what surrounds them: a line for each if `full`,
+    else for each group of those that fare alike.
     """
     if full:
         rows = (*plan.layers, *plan.edits)
         show_lines([(row.name or ROOT, row.source, row.fate, row.reason) for row in rows])
         return
-    kinds = [
+    groups = [
         (str(len(group)), source, fate, names(group), why)
         for (source, fate, why), group in plan.alike().items()
     ]
-    show_table(("count", "found", "becomes", "names", "why"), kinds)
+    show_table(("count", "found", "becomes", "names", "why"), groups)
 
 
 def names(values: Iterable[str]) -> str:

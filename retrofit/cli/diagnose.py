@@ -53,14 +53,14 @@ def command(
     eps = arguments.pop("eps")
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
-    # The second network needs these too; `open_network` takes them out of `given`.
+    # The second network needs these too; `open_network` takes them out of `arguments`.
     for_second = {name: arguments[name] for name in ("pretrained", "network")}
     networks = {file_stem(model): open_network(model, arguments, beside=against)}
     if against is not None:
         name = file_stem(against)
         if name in networks:
             name += " (against)"
-        # By name it gets the library's weights too; an artifact, what builds the first.
+        # A network by name gets the library's weights too; an artifact, the first one's builder.
         shared = "network"
         if artifact_path(against) is None:
             shared = "pretrained"

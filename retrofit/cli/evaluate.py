@@ -33,6 +33,7 @@ from retrofit.utils.text import plural
 if TYPE_CHECKING:
     from retrofit.evaluation import Accuracy
 
+# Flags that an exported file takes.
 _OF_FILES = (
     "model",
     "data_dir",

@@ -136,16 +136,15 @@ def _span(sizes: list[int | None]) -> str:
 
 
 def _show_census(rows: list[dict[str, Any]]) -> None:
-    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         family = row["family"] or ""
         strength = ""
         if "strength" in row:
             strength = f"{row['strength']:.3g}"
-        kind = (row["source"], family, strength, row["reason"])
-        kinds[kind].append(row)
+        groups[row["source"], family, strength, row["reason"]].append(row)
     lines = []
-    for (source, family, strength, reason), alike in kinds.items():
+    for (source, family, strength, reason), alike in groups.items():
         count = str(len(alike))
         channels = _span([row["channels"] for row in alike])
         listed = names(row["name"] or ROOT for row in alike)

@@ -132,7 +132,7 @@ def file_stem(model: str) -> str:
     path = Path(rest if prefix in ("tv", "torchvision", "hf-hub", "local-dir") else model)
     stem = path.name.removesuffix(".safetensors")
     folder = path.parent.name
-    # Of a fine-tuning run, whose folder tells it from others.
+    # A file of a fine-tuning run: only the folder tells it from other runs'.
     in_run = folder and stem in ("best", "last")
     if in_run:
         return f"{folder}-{stem}"

@@ -151,11 +151,14 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
 
 
 def option(flags: str, help: str, kind: Any = str, **rest: Any) -> Decorator:
-    """Make an option of `flags`, which may end in the name of the argument that it sets; help ends
-    in the default.
+    """Make an option; its help ends in the default.
 
-    `kind` is bool for a switch, a tuple of words, Path, a click type, or a function from text to a
-    value.
+    Args:
+        flags: The flags, and the name of the argument that they set if that is another.
+        help: The help.
+        kind: bool for a switch, a tuple of words, Path, a click type, or a function from text to a
+            value.
+        **rest: Arguments of `click.option`.
     """
     if rest.get("default") not in (None, ""):
         help = f"{help.rstrip('.')} (default: {rest['default']})."

@@ -33,7 +33,7 @@ class Attenuation:
 
 @dataclass(frozen=True)
 class InputNoise:
-    """Answers under noise on the images."""
+    """Predictions under noise on the images."""
 
     # Standard deviation of the noise, in units of the normalized image
     level: float
@@ -45,7 +45,7 @@ class InputNoise:
 
 @dataclass(frozen=True)
 class UnderAttack:
-    """Answers under attack: its kind and size, and the percentage of predictions that stay right."""
+    """Predictions under attack: its kind and size, and the percentage that stays right."""
 
     attack: str
     top1: float
