@@ -85,10 +85,10 @@ class Comparison:
         """
         if not self.differs:
             return ""
-        place = ""
+        location = ""
         if self.where:
-            place = f" (in {self.where})"
-        return f"{claim}{place}: {self}"
+            location = f" (in {self.where})"
+        return f"{claim}{location}: {self}"
 
     def __str__(self) -> str:
         """The figures."""
@@ -164,13 +164,13 @@ def _some_elements(output: Tensor) -> Tensor:
     if len(flat) <= _SAMPLES:
         return flat
     generator = torch.Generator().manual_seed(0)
-    places = torch.randint(
+    positions = torch.randint(
         len(flat),
         (_SAMPLES,),
         generator=generator,
         device="cpu",
     )
-    return flat[places.to(flat.device)]
+    return flat[positions.to(flat.device)]
 
 
 class Reference:

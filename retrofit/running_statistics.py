@@ -284,5 +284,5 @@ def local_norms(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, form in synchronized.items():
-            module.__class__ = form
+        for module, synchronized_class in synchronized.items():
+            module.__class__ = synchronized_class

@@ -71,8 +71,8 @@ def _straightness(ordered: FloatArray) -> QQ:
     theoretical = _normal_quantiles(len(ordered))
     correlation = np.corrcoef(theoretical, ordered)[0, 1]
     evenly_spread = np.linspace(0, len(ordered) - 1, _CURVE)
-    places = np.unique(evenly_spread.round().astype(int))
-    return QQ(float(correlation**2), theoretical[places], ordered[places])
+    positions = np.unique(evenly_spread.round().astype(int))
+    return QQ(float(correlation**2), theoretical[positions], ordered[positions])
 
 
 @cache
@@ -140,9 +140,9 @@ def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator)
     Features `y` are (N, C, positions), the result is (values, channels).
     """
     total = y.shape[0] * y.shape[2]
-    places = torch.randperm(total, generator=generator, device="cpu")[:values].to(y.device)
+    positions = torch.randperm(total, generator=generator, device="cpu")[:values].to(y.device)
     flat = y[:, channels.to(y.device)].movedim(1, 2).reshape(total, len(channels))
-    chosen: FloatArray = flat[places].double().cpu().numpy()
+    chosen: FloatArray = flat[positions].double().cpu().numpy()
     return chosen
 
 

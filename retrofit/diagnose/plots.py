@@ -199,8 +199,8 @@ def _four_depths(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
     plotted = [(number, layer) for number, layer in enumerate(layers) if layer.plot is not None]
     if not plotted:
         return []
-    places = [round(step * (len(plotted) - 1) / 3) for step in range(4)]
-    return [plotted[place] for place in places]
+    ranks = [round(step * (len(plotted) - 1) / 3) for step in range(4)]
+    return [plotted[rank] for rank in ranks]
 
 
 def _qq_panel(axes: Axes, number: int, layer: Layer, colour: str) -> None:

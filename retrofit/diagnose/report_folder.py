@@ -34,7 +34,7 @@ _WRITTEN = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
 def check_folder(folder: Path, force: bool) -> None:
     """Make sure that a report may be written to `folder`; a RetrofitError says why not."""
     # A ~ that the shell did not expand is a name.
-    place = folder.absolute()
+    target = folder.absolute()
     if folder.is_symlink() or folder.exists():
         if not force:
             raise RetrofitError(
@@ -42,8 +42,8 @@ def check_folder(folder: Path, force: bool) -> None:
             )
         _refuse_what_others_wrote(folder)
         # The new one is made beside it.
-        place = place.with_name(f".{place.name}.tmp")
-    ensure_writable(place)
+        target = target.with_name(f".{target.name}.tmp")
+    ensure_writable(target)
 
 
 def _refuse_what_others_wrote(folder: Path) -> None:

@@ -81,13 +81,13 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
         termination_unwinds(),
         tempfile.TemporaryDirectory(prefix="retrofit-") as folder,
     ):
-        source = Path(folder) / "model.onnx"
-        target = Path(folder) / "int8.onnx"
+        exact = Path(folder) / "model.onnx"
+        quantized = Path(folder) / "int8.onnx"
         feeds = iter([{"input": batch.float().cpu().numpy()} for batch in batches])
-        onnx.save_model(model, source)
+        onnx.save_model(model, exact)
         quantize_static(
-            source,
-            target,
+            exact,
+            quantized,
             SimpleNamespace(get_next=lambda: next(feeds, None)),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=_QUANTIZED,
@@ -97,7 +97,7 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
         )
-        return onnx.load(target)
+        return onnx.load(quantized)
 
 
 def _nodes_in_float(graph: onnx.GraphProto) -> list[str]:

@@ -241,17 +241,17 @@ def replace_unreadable(images: Tensor, targets: Tensor, dataset: ImageSubset) ->
         RetrofitError: If none can be read.
     """
     numbers = targets.tolist()
-    readable = [place for place, target in enumerate(numbers) if target >= 0]
-    unreadable = [place for place, target in enumerate(numbers) if target < 0]
-    names = [dataset.unreadable(numbers[place]) for place in unreadable]
+    readable = [position for position, target in enumerate(numbers) if target >= 0]
+    unreadable = [position for position, target in enumerate(numbers) if target < 0]
+    names = [dataset.unreadable(numbers[position]) for position in unreadable]
     if not readable:
         raise RetrofitError(
             f"none of a batch's {len(names)} images can be read ({shortlist(names)}); "
             "check the files"
         )
-    for place, substitute in zip(unreadable, cycle(readable), strict=False):
-        images[place] = images[substitute]
-        targets[place] = targets[substitute]
+    for position, substitute in zip(unreadable, cycle(readable), strict=False):
+        images[position] = images[substitute]
+        targets[position] = targets[substitute]
     return names
 
 

@@ -49,9 +49,9 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
     if overrides.keys() & _SOURCES:
         settings = {key: value for key, value in settings.items() if key not in _SOURCES}
     settings.update(overrides)
-    place = settings.get("data_dir")
-    if _names_a_dataset(place) and not settings.get("dataset"):
-        settings["dataset"] = place
+    data_dir = settings.get("data_dir")
+    if _names_a_dataset(data_dir) and not settings.get("dataset"):
+        settings["dataset"] = data_dir
         settings["data_dir"] = None
     try:
         return Recipe.model_validate(settings)
@@ -64,8 +64,10 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
     raise UsageError(f"{plural(len(sentences), 'mistake')} in {title}: {listed}; {advice}")
 
 
-def _names_a_dataset(place: Any) -> bool:
-    return isinstance(place, str) and place.startswith(_NAMED) and not os.path.exists(place)
+def _names_a_dataset(data_dir: Any) -> bool:
+    return (
+        isinstance(data_dir, str) and data_dir.startswith(_NAMED) and not os.path.exists(data_dir)
+    )
 
 
 def _mistakes(settings: dict[str, Any], error: ValidationError) -> list[str]:

@@ -210,7 +210,7 @@ class ImageSubset(Dataset[Any]):
         The images of each batch are spread over all images: neighbours may be of one class.
         """
         count = min(count, len(self))
-        chosen = [place * len(self) // count for place in range(count)]
+        chosen = [position * len(self) // count for position in range(count)]
         batches = math.ceil(count / batch_size)
         for first in range(batches):
             samples = [self[index] for index in chosen[first::batches]]

@@ -120,13 +120,13 @@ def _edited_class(
 def _edit_of(base: Any, act: Activation, code: CodeType, at: tuple[int, int], child: str) -> _Edit:
     assert act.place is not None
     target = act.place.target
-    source = inspect.getattr_static(base, code.co_name, None)
+    function = inspect.getattr_static(base, code.co_name, None)
     return _Edit(
         method=code.co_name,
         target=None if isinstance(target, nn.Module) else target,
         end=(at[0] - code.co_firstlineno, at[1]),
         child=child,
-        checksum=zlib.crc32(getattr(source, "__code__", code).co_code),
+        checksum=zlib.crc32(getattr(function, "__code__", code).co_code),
         selector=act.selector,
     )
 

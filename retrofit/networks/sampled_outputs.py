@@ -56,8 +56,8 @@ class Sample:
             if math.isfinite(largest):
                 scale = max(scale, largest)
                 count = min(_SAMPLES, flat.numel())
-                places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
-                samples += [_rounded(number) for number in flat[places].tolist()]
+                positions = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+                samples += [_rounded(number) for number in flat[positions].tolist()]
         return cls(_rounded(scale), samples)
 
     def share(self, other: "Sample") -> float:

@@ -50,9 +50,9 @@ def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
                 f"{name} and {original} are one tensor in the library's network, two here; tie them"
             )
         del tensors[name]
-    form = torch.contiguous_format
+    layout = torch.contiguous_format
     return {
-        name: tensor.to("cpu", copy=True, memory_format=form) for name, tensor in tensors.items()
+        name: tensor.to("cpu", copy=True, memory_format=layout) for name, tensor in tensors.items()
     }
 
 

@@ -108,7 +108,7 @@ def execute(
     set_record(model, plans=(*plans_of(model), plan))
     device = device_of(model)
     params_before = _count_parameters(model)
-    places = _sites_by_place(plan, sites)
+    sites_by_place = _sites_by_place(plan, sites)
     layers = {norm.name: norm for norm in norms}
     rows = [row for row in plan.converted if not converter.keeps(layers[row.name])]
     built = _build(converter, rows, layers, device)
@@ -124,7 +124,7 @@ def execute(
     notes = [
         plan.activations,
         _note_on_thawed(built),
-        *converter.finish(model, plan, places),
+        *converter.finish(model, plan, sites_by_place),
         bypass_guards.refuse_fusing(model, converted),
         bypass_guards.stop_packing_of_masked_tokens(model, converted),
     ]
@@ -141,15 +141,15 @@ def _sites_by_place(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Si
     """Return the sites by norm and place; refuse a plan for an activation that is absent."""
     if sites is None:
         return {}
-    places = {(site.norm, site.place): site for site in sites.sites}
-    followed = {place for place, site in places.items() if site.activation is not None}
+    sites_by_place = {(site.norm, site.place): site for site in sites.sites}
+    followed = {place for place, site in sites_by_place.items() if site.activation is not None}
     lost = plan.proxied - followed
     if lost:
         raise RetrofitError(
             f"the plan was made for another model: here no activation follows {min(lost)[0]}; make "
             "a new plan"
         )
-    return places
+    return sites_by_place
 
 
 def _build(

@@ -324,18 +324,18 @@ def functional_norms(model: nn.Module, norms: Sequence[NormLayer]) -> list[str]:
 
     `norms` are the normalization layers of the network, whose code is left out.
     """
-    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    names_by_call: dict[tuple[str, str], list[str]] = defaultdict(list)
     layers = _inside_parametrizations(model) | {norm.module for norm in norms}
     for name, module in model.named_modules():
         if module in layers:
             continue
         cls: Any = type(module)
         for function in _called_norms(cls):
-            places[function, cls.__name__].append(name or ROOT)
+            names_by_call[function, cls.__name__].append(name or ROOT)
     return [
         f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, "
         "and stays as it is"
-        for (function, label), names in places.items()
+        for (function, label), names in names_by_call.items()
     ]
 
 

@@ -60,9 +60,9 @@ def plain(
             keyword arguments.
 
     Raises:
-        RetrofitError: If a layer has no such form (the message names the first and the reason), if
-            other code reads the tensors of a layer that changes, or if the copy computes something
-            different.
+        RetrofitError: If no such layer computes what one of the network does (the message names
+            the first and the reason), if other code reads the tensors of a layer that changes, or
+            if the copy computes something different.
     """
     _refuse_unless_plain(model)
     source = run_source(model, inputs, input_size)

@@ -106,34 +106,34 @@ def container_class(container: Any) -> Any:
 
 
 class RestoreGroup:
-    """Places of one class that hold values: all are compared at once, and put back only if one of
+    """Holders of one class that hold values: all are compared at once, and put back only if one of
     them differs.
 
     Args:
-        read: Returns the values that places hold, in a fixed order.
+        read: Returns the values that they hold, in a fixed order.
     """
 
     def __init__(self, read: Callable[[list[Any]], Iterable[Any]]) -> None:
         self._read = read
-        self._places: list[Any] = []
+        self._holders: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
         self._held: list[Any] = []
         self._sizes: list[int] = []
 
-    def add(self, place: Any, undo: Callable[[], Any]) -> None:
-        """Add a place, and what puts back what it holds."""
-        self._places.append(place)
+    def add(self, holder: Any, undo: Callable[[], Any]) -> None:
+        """Add a holder, and what puts back what it holds."""
+        self._holders.append(holder)
         self._undo.append(undo)
 
     def remember(self) -> None:
-        """Remember what all places hold."""
-        self._held = [*self._read(self._places)]
-        self._sizes = [*map(len, self._places)]
+        """Remember what all of them hold."""
+        self._held = [*self._read(self._holders)]
+        self._sizes = [*map(len, self._holders)]
 
     def restore(self) -> None:
-        """Put back what the places held."""
-        same_sizes = [*map(len, self._places)] == self._sizes
-        if same_sizes and all(map(operator.is_, self._read(self._places), self._held)):
+        """Put back what they held."""
+        same_sizes = [*map(len, self._holders)] == self._sizes
+        if same_sizes and all(map(operator.is_, self._read(self._holders), self._held)):
             return
         for undo in self._undo:
             undo()
@@ -150,13 +150,13 @@ def _read_dicts(cls: Any) -> Callable[[list[Any]], Iterable[Any]]:
 
 
 def read_classes(attributes: list[Any]) -> Iterable[Any]:
-    """Return the attributes of classes, whose `vars` are the places."""
+    """Return the attributes of classes, whose `vars` are the holders."""
     return chain.from_iterable(map(MappingProxyType.values, attributes))
 
 
-def read_globals(places: list[Any]) -> Iterable[Any]:
-    """Return the values of globals; a place is a namespace and a name."""
-    return (namespace.get(name, ABSENT) for namespace, name in places)
+def read_globals(holders: list[Any]) -> Iterable[Any]:
+    """Return the values of globals; a holder is a namespace and a name."""
+    return (namespace.get(name, ABSENT) for namespace, name in holders)
 
 
 READERS: dict[Any, Callable[[list[Any]], Iterable[Any]]] = {

@@ -86,13 +86,13 @@ class Observer:
         share = max(1, _SAMPLES * len(values) // self._images)
         values = values.movedim(1, 0).flatten(1)
         count = values.shape[1]
-        places = torch.randint(
+        positions = torch.randint(
             count,
             (share,),
             generator=self._generator,
             device="cpu",
         )
-        chosen = values[:, places.to(values.device)]
+        chosen = values[:, positions.to(values.device)]
         few = min(_EXTREMES, count)
         largest = values.topk(few, 1).values
         smallest = values.topk(few, 1, largest=False).values

@@ -58,8 +58,8 @@ class TrainedBatchNorm:
 
 
 class FusedConverter(Converter):
-    """BatchNorm with the activation directly behind it to one layer of timm's; BatchNorm alone to
-    its plain form.
+    """BatchNorm and the activation directly behind it to one layer of timm's; BatchNorm alone to
+    the same layer without its activation.
     """
 
     identity = False
