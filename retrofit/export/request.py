@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from retrofit.compare import TOLERANCE
 from retrofit.errors import UsageError
-from retrofit.export.approximation.fit import MAX_DEGREE
+from retrofit.export.approximation.polynomial_fit import MAX_DEGREE
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.record import unwrapped

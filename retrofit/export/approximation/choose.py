@@ -14,8 +14,8 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
-from retrofit.export.approximation.fit import MAX_DEGREE, LayerFunction, PolynomialFitter
-from retrofit.export.approximation.samples import Observer
+from retrofit.export.approximation.input_samples import Observer
+from retrofit.export.approximation.polynomial_fit import MAX_DEGREE, LayerFunction, PolynomialFitter
 from retrofit.export.graph_nodes import shape_of
 from retrofit.export.power_operator import POWER, Fit, Transform
 from retrofit.inputs import Call

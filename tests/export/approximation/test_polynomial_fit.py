@@ -5,13 +5,12 @@ import torch
 from scipy.stats import norm, yeojohnson
 from torch import Tensor
 
-from retrofit.export.approximation import fit as fitting
-from retrofit.export.approximation import samples
-from retrofit.export.approximation.fit import (
+from retrofit.export.approximation import input_samples, polynomial_fit
+from retrofit.export.approximation.input_samples import WeightedSample, gaussian
+from retrofit.export.approximation.polynomial_fit import (
     LayerFunction,
     PolynomialFitter,
 )
-from retrofit.export.approximation.samples import WeightedSample, gaussian
 from retrofit.layers.constant_maps import ChannelMap
 
 INF = float("inf")
@@ -64,7 +63,7 @@ def test_a_few_far_values_do_not_bend_the_rest(
     h[:, :4] *= 20
     target = LayerFunction(channels(*[0.3] * 8), plain(h), high)
     limited = PolynomialFitter(target).fit(2).rms_error
-    monkeypatch.setattr(fitting, "_SHARES", (1.0,))
+    monkeypatch.setattr(polynomial_fit, "_SHARES", (1.0,))
     assert limited < 0.9 * PolynomialFitter(target).fit(2).rms_error
 
 
@@ -74,7 +73,7 @@ def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         channels(*[2.2] * 8, gamma=0.75, beta=5.5), plain(-data.h[:, : data.seen].exp()), INF
     )
     near = PolynomialFitter(target).fit(6).rms_error
-    monkeypatch.setattr(fitting, "_ROOM", 1e9)
+    monkeypatch.setattr(polynomial_fit, "_ROOM", 1e9)
     assert near < 0.5 * PolynomialFitter(target).fit(6).rms_error
 
 
@@ -100,7 +99,10 @@ def test_channels_without_a_root_in_range(
 
 
 def observed(batches: list[Tensor]) -> WeightedSample:
-    node, observer = torch.fx.Graph().placeholder("x"), samples.Observer(sum(map(len, batches)))
+    node, observer = (
+        torch.fx.Graph().placeholder("x"),
+        input_samples.Observer(sum(map(len, batches))),
+    )
     for batch in batches:
         observer.take(node, batch)
     return observer.sample(node, 0, torch.device("cpu"))
@@ -139,7 +141,7 @@ def test_as_much_lies_beyond_as_new_values_will() -> None:
     h = -torch.rand(
         1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).log()  # exponential
-    data = samples.with_tails(h, torch.full((4000,), 1 / 4000, dtype=torch.float64), 4000, 40)
+    data = input_samples.with_tails(h, torch.full((4000,), 1 / 4000, dtype=torch.float64), 4000, 40)
     beyond = data.h[:, data.seen :]
     above, below = beyond > h.max(), beyond < h.min()
     assert above.sum() == below.sum() == beyond.shape[1] / 2

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from retrofit.export.approximation.samples import WeightedSample
+from retrofit.export.approximation.input_samples import WeightedSample
 from retrofit.export.power_operator import INF, Fit, Polynomial, Transform, limits
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.power_transform import yeo_johnson
