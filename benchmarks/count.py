@@ -33,8 +33,8 @@ from retrofit import convert, layers, set_strength
 from retrofit.layers import kernels
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
-from retrofit.layers.kernels import maps
-from retrofit.layers.kernels import triton as ours
+from retrofit.layers.kernels import triton as triton_kernels
+from retrofit.layers.kernels.triton import launcher, proxy
 from retrofit.layers.migrated_group_norm import MigratedGroupNorm
 
 # Operations without a launch, beside views
@@ -55,14 +55,15 @@ _SEVERAL = {
 # Reads and writes of our kernels, in tensors as large as the input; those of a kernel whose sets
 # fit a tile, which it then reads once
 _PASSES = {
-    **dict.fromkeys(("_statistics", "_estimate", "_noise", "_moments"), (1, 0)),
-    **dict.fromkeys(("_write", "_map"), (1, 1)),
-    **dict.fromkeys(("_pull", "_sums"), (2, 0)),
-    **dict.fromkeys(("_gradient", "_map_back", "_combine"), (2, 1)),
-    "_forward": (3, 1),
-    "_backward": (4, 1),
+    **dict.fromkeys(("statistics_kernel", "step_kernel", "noise_kernel"), (1, 0)),
+    "moments_kernel": (1, 0),
+    **dict.fromkeys(("result_kernel", "map_kernel"), (1, 1)),
+    **dict.fromkeys(("gradient_sums_kernel", "products_kernel"), (2, 0)),
+    **dict.fromkeys(("gradient_kernel", "map_backward_kernel", "combine_kernel"), (2, 1)),
+    "forward_kernel": (3, 1),
+    "backward_kernel": (4, 1),
 }
-_ONCE = {"_forward": (1, 1), "_backward": (2, 1)}
+_ONCE = {"forward_kernel": (1, 1), "backward_kernel": (2, 1)}
 _WAITS = {"_local_scalar_dense", "nonzero", "equal"}
 # Channels and shape of the layers that are counted: a stage of resnet50
 CHANNELS = 256
@@ -109,7 +110,7 @@ class Recorder(TorchDispatchMode):
         self.launches.append(Launch(self.scope, name, _SEVERAL.get(name, 1), read, write, waits))
         return out
 
-    def triton(self, kernel: Any, plan: Any, *arguments: Any) -> None:
+    def triton(self, kernel: Any, plan: Any, *arguments: Any, **options: Any) -> None:
         """Record a launch of ours, in place of making it."""
         name = kernel.__name__
         once = plan.tile.single and name in _ONCE
@@ -156,14 +157,14 @@ def recorded(recorder: Recorder, amp: torch.dtype | None) -> Iterator[None]:
     fits = {"fits": lambda x: x.numel() > 0}
     with (
         warnings.catch_warnings(),
-        mock.patch.multiple(kernels, choose=mock.Mock(return_value=ours), **fits),
+        mock.patch.multiple(kernels, choose=mock.Mock(return_value=triton_kernels), **fits),
         mock.patch.multiple(
-            ours,
+            launcher,
             launch=recorder.triton,
             launch_on=recorder.small,
             processors=lambda device: 132,
         ),
-        mock.patch.object(maps, "_quantiles_on", lambda n, device: torch.empty(n, device=device)),
+        mock.patch.object(proxy, "quantiles_on", lambda n, device: torch.empty(n, device=device)),
         autocast(amp),
     ):
         warnings.simplefilter("ignore")
@@ -364,13 +365,13 @@ def calls(module: nn.Module, x: Tensor) -> tuple[int, int]:
         launches = frame.f_code is launch.__code__
         seen += event in ("call", "c_call") and not launches
 
-    def launch(*_: Any) -> None:
+    def launch(*_: Any, **options: Any) -> None:
         pass
 
     counts = (0, 0)
     with (
-        mock.patch.multiple(ours, launch=launch, processors=cache(lambda device: 132)),
-        mock.patch.object(kernels, "_fastest", new=cache(lambda *_: ours)),
+        mock.patch.multiple(launcher, launch=launch, processors=cache(lambda device: 132)),
+        mock.patch.object(kernels, "_fastest", new=cache(lambda *_: triton_kernels)),
     ):
         # Plans are made by the first run
         for _ in range(2):

@@ -23,9 +23,16 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 
-from retrofit.layers.kernels import maps
-from retrofit.layers.kernels import triton as ours
 from retrofit.layers.kernels.plan import plan_of
+from retrofit.layers.kernels.triton import (
+    launcher,
+    maps,
+    migration,
+    norm_backward,
+    norm_forward,
+    norm_result,
+    tiles,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Of an H100; batch normalization then shares its sets
@@ -41,18 +48,18 @@ LAYERS = {
 # Maps by a scale and a shift: the activation in them, and their kernels with what they are not given
 _NO_STATISTICS = "Mean", "Var"
 _LN = {
-    maps._moments: (),
-    maps._map: (*_NO_STATISTICS, "Inner"),
-    maps._sums: ("Inner", "Scale"),
-    maps._combine: ("Inner", "Scale"),
+    migration.moments_kernel: (),
+    maps.map_kernel: (*_NO_STATISTICS, "Inner"),
+    migration.products_kernel: ("Inner", "Scale"),
+    migration.combine_kernel: ("Inner", "Scale"),
 }
 _LN_AND_PROXY = {
-    maps._moments: (),
-    maps._map: _NO_STATISTICS,
-    maps._sums: (),
-    maps._combine: (),
+    migration.moments_kernel: (),
+    maps.map_kernel: _NO_STATISTICS,
+    migration.products_kernel: (),
+    migration.combine_kernel: (),
 }
-_PROXY = {maps._map: (*_NO_STATISTICS, "Inner"), maps._map_back: _NO_STATISTICS}
+_PROXY = {maps.map_kernel: (*_NO_STATISTICS, "Inner"), maps.map_backward_kernel: _NO_STATISTICS}
 _CHANNELS_LAST = (128 * 3136, 256), (0,), (1, 256)
 _CONTIGUOUS = (128, 256, 3136), (0, 2), (1, 256, 1)
 _ROWS_LAST = (128, 3136, 256), (1,), (1, 1, 256)
@@ -70,12 +77,19 @@ MAPS = {
 }
 _ELEMENTS = ("Out", "X", "Grad", "GradX")
 _TYPES = {
-    **dict.fromkeys(maps._NUMBERS, "i32"),
-    **dict.fromkeys(("unit", "factor", "of_noise", "eps", "momentum", "first", "second"), "fp32"),
+    **dict.fromkeys(tiles.NUMBERS, "i32"),
+    **dict.fromkeys(
+        ("unit", "factor", "noise_factor", "eps", "momentum", "lower", "upper"), "fp32"
+    ),
     **dict.fromkeys(("Code", "Batches", "Momentum"), "*i64"),
     "Seed": "*i32",
 }
 _NOISE = ("Seed",)
+_BACKWARD = (
+    norm_backward.gradient_sums_kernel,
+    norm_backward.gradient_kernel,
+    norm_backward.backward_kernel,
+)
 
 
 # Operations of a loop for a tile, by name: fractions where it takes several tiles at once
@@ -115,11 +129,13 @@ def launches(
     plan = plan_of(shape, dims, affine, PROCESSORS)
     assert plan is not None
     if plan.splits == 1:
-        yield from (ours._forward, ours._backward)
+        yield from (norm_forward.forward_kernel, norm_backward.backward_kernel)
     elif everything:
-        yield from (ours._statistics, ours._estimate, ours._write, ours._pull, ours._gradient)
+        yield from (norm_forward.statistics_kernel, norm_forward.step_kernel)
+        yield norm_result.result_kernel
+        yield from (norm_backward.gradient_sums_kernel, norm_backward.gradient_kernel)
     else:
-        yield from (ours._estimate, ours._pull)
+        yield from (norm_forward.step_kernel, norm_backward.gradient_sums_kernel)
 
 
 def built(
@@ -146,7 +162,8 @@ def built(
         constexprs={(names.index(name),): v for name, v in constants.items() if name in names},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    options = ours.launch_options(kernel, plan)
+    registers = norm_backward.REGISTERS if kernel in _BACKWARD else None
+    options = launcher.launch_options(plan, registers)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     elements = plan.tile.rows * plan.tile.cols // (32 * options["num_warps"])
     bits = elements * int(dtype[-2:]) * sum(name in names for name in ("X", "Grad"))

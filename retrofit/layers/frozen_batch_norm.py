@@ -116,11 +116,11 @@ class FrozenBatchNorm(ConstantStatistics):
 
     def forward(self, x: Tensor) -> Tensor:
         constants = self.running_mean, self.running_var, self.weight, self.bias
-        maps = kernels.maps_for(x)
-        plan = None if maps is None else maps.plan_for(x)
-        if maps is None or plan is None:
+        triton = kernels.triton_for(x)
+        plan = None if triton is None else triton.channel_plan(x)
+        if triton is None or plan is None:
             return functional.batch_norm(x, *of_one_type(x, *constants), eps=self.eps)
-        out: Tensor = maps.ChannelMapOnGPU.apply(x, *constants, self.eps, plan)
+        out: Tensor = triton.ChannelMapOnGPU.apply(x, *constants, self.eps, plan)
         return out
 
     def channel_map(self) -> ChannelMap:

@@ -69,9 +69,9 @@ def migrated_group_norm(
     maps = x if x.ndim > 2 else x.unsqueeze(-1)
     constants = running_mean.detach(), running_var.detach()
     given = weight, bias, *constants, None if gain is None else gain.detach()
-    out = _by_channelwise(maps, num_groups, strength, given, eps, source_eps)
+    out = _on_cpu(maps, num_groups, strength, given, eps, source_eps)
     if out is None:
-        out = _by_maps(maps, num_groups, strength, given, eps, source_eps)
+        out = _on_gpu(maps, num_groups, strength, given, eps, source_eps)
     if out is None:
         if isinstance(strength, Strength):
             strength = strength.value(compute_dtype(x))
@@ -93,7 +93,7 @@ def check_shape(x: Tensor, num_groups: int, channels: int) -> None:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
 
 
-def _by_channelwise(
+def _on_cpu(
     x: Tensor,
     num_groups: int,
     strength: Any,
@@ -118,7 +118,7 @@ def _by_channelwise(
     return out
 
 
-def _by_maps(
+def _on_gpu(
     x: Tensor,
     num_groups: int,
     strength: Any,
@@ -127,16 +127,16 @@ def _by_maps(
     source_eps: Any,
 ) -> Tensor | None:
     """Return the result by kernels for a GPU, None where they do not take `x`."""
-    module = kernels.maps_for(x)
-    if module is None:
+    triton = kernels.triton_for(x)
+    if triton is None:
         return None
     if not isinstance(strength, Strength):
         strength = Strength(torch.as_tensor(strength, device=x.device).detach())
     numbers = (torch.as_tensor(number, device=x.device) for number in (eps, source_eps))
-    migration = module.migrate(x, num_groups, strength, *given, *numbers)
+    migration = triton.migrate(x, num_groups, strength, *given, *numbers)
     if migration is None:
         return None
-    out: Tensor = module.MigratedNormOnGPU.apply(x, *given[:2], migration)
+    out: Tensor = triton.MigratedNormOnGPU.apply(x, *given[:2], migration)
     return out
 
 

@@ -235,17 +235,17 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
         between = self.drop, act
         if type(self.drop) is not nn.Identity or any(map(channelwise.is_watched, between)):
             return None
-        maps = kernels.maps_for(x)
+        triton = kernels.triton_for(x)
         kind = channelwise.known(act.activation)
-        if maps is None or kind is None:
+        if triton is None or kind is None:
             return None
         check_shape(x, self.num_groups, self.num_channels)
         given = self.weight, self.bias, self.running_mean, self.running_var, self.gain
         numbers = self.group_eps, self.eps
-        migration = maps.migrate(x, self.num_groups, self._strength, *given, *numbers)
+        migration = triton.migrate(x, self.num_groups, self._strength, *given, *numbers)
         if migration is None:
             return None
-        return act.proxied(x, None, migration.plan, migration, kind, maps)
+        return act.proxied(x, None, migration.plan, migration, kind, triton)
 
     def _group_norm(self) -> Any:
         has_constants = any(True for _ in self.act.buffers())

@@ -290,7 +290,7 @@ def _by_kernels(
     """Apply algorithm 1 by the kernels that are chosen for `x`."""
     module: Any = kernels.choose(x, spec.group)
     by_triton = module.READS_STRENGTH
-    busy = module.processors(x.device) if by_triton else 1
+    busy = module.launcher.processors(x.device) if by_triton else 1
     x, layout, takes = spec.in_memory(x, bias if weight is None else weight, busy)
     if by_triton and not takes:
         module = eager

@@ -302,8 +302,8 @@ class ProxyNorm(StrengthMixin):
         kind = channelwise.known(self.activation)
         if kind is None:
             return None
-        maps = kernels.maps_for(x)
-        return self._on_cpu(x, kind) if maps is None else self._by_maps(x, kind, maps)
+        triton = kernels.triton_for(x)
+        return self._on_cpu(x, kind) if triton is None else self._on_gpu(x, kind, triton)
 
     def _parameters_of_proxy(self) -> tuple[Tensor | None, ...]:
         """Return what the constants have derivatives by."""
@@ -319,18 +319,18 @@ class ProxyNorm(StrengthMixin):
         out: Tensor = channelwise.ProxyActivation.apply(x, layout, constants, *tensors)
         return out
 
-    def _by_maps(self, x: Tensor, kind: channelwise.Activation, maps: Any) -> Tensor | None:
+    def _on_gpu(self, x: Tensor, kind: channelwise.Activation, triton: Any) -> Tensor | None:
         """Return the result by kernels for a GPU, None where they do not take `x`."""
-        plan = maps.plan_for(x, self.channel_dim)
+        plan = triton.channel_plan(x, self.channel_dim)
         if plan is None:
             return None
-        source = self._input_of_norm(x, maps)
+        source = self._input_of_norm(x, triton)
         if source is not None:
             unnormalized, migration = source
-            return self.proxied(unnormalized, x.detach(), plan, migration, kind, maps)
-        return self.proxied(x, None, plan, None, kind, maps)
+            return self.proxied(unnormalized, x.detach(), plan, migration, kind, triton)
+        return self.proxied(x, None, plan, None, kind, triton)
 
-    def _input_of_norm(self, y: Tensor, maps: Any) -> Any:
+    def _input_of_norm(self, y: Tensor, triton: Any) -> Any:
         """Return the norm's input and its migration, if `y` is its output and nothing looks at
         either.
         """
@@ -342,18 +342,18 @@ class ProxyNorm(StrengthMixin):
             or channelwise.is_watched(norm)
         ):
             return None
-        return maps.input_of(y, *self._affine())
+        return triton.input_of(y, *self._affine())
 
     def proxied(
-        self, x: Tensor, y: Tensor | None, plan: Any, migration: Any, kind: Any, maps: Any
+        self, x: Tensor, y: Tensor | None, plan: Any, migration: Any, kind: Any, triton: Any
     ) -> Tensor:
-        """Return the result by kernels for a GPU; see `maps.ProxyActivationOnGPU`. With a migration,
+        """Return the result by kernels for a GPU; see `ProxyActivationOnGPU`. With a migration,
         the gradient goes to `x` and leaves `y` out.
         """
         settings = self.eps, self.scale, self.samples, self.restore_scale, self.restore_shift
-        proxy = maps.Proxy(kind, self._strength, *settings, self.channel_dim)
+        proxy = triton.Proxy(kind, self._strength, *settings, self.channel_dim)
         parameters = self._parameters_of_proxy()
-        out: Tensor = maps.ProxyActivationOnGPU.apply(x, y, plan, migration, proxy, *parameters)
+        out: Tensor = triton.ProxyActivationOnGPU.apply(x, y, plan, migration, proxy, *parameters)
         return out
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from retrofit.layers import BatchNormalNorm2d, DecorrelatedBatchNorm2d
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
-from retrofit.layers.kernels import maps
+from retrofit.layers.kernels.triton import maps
 
 MEAN, VAR, WEIGHT, BIAS = torch.linspace(-1, 4, 24, dtype=torch.float64).square().view(4, 6) + 0.1
 X = torch.randn(4, 6, 5, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)

@@ -90,13 +90,13 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
     return kernels if group is None or kernels is cpp else eager
 
 
-def maps_for(x: Tensor) -> ModuleType | None:
-    """Return the kernels of maps by a scale and a shift where Triton is chosen for `x`."""
+def triton_for(x: Tensor) -> ModuleType | None:
+    """Return Triton's kernels where they are chosen for `x`, else None."""
     # Not asked in vain, for the answer may take a compiler's time
     possible = x.is_cuda or _under_test.kernels is not None or _named() == "triton"
     if not possible or not fits(x) or not choose(x).READS_STRENGTH:
         return None
-    return _module("maps")
+    return triton_kernels()
 
 
 @torch.compiler.assume_constant_result

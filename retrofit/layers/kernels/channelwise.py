@@ -154,7 +154,7 @@ class ProxyActivation(torch.autograd.Function):
         tables = room(6, layout.channels)
         sizes = layout.channels, samples
         numbers = *phi, float(eps), float(strength), divide
-        tensors = tables, _quantiles(samples), *map(floats, given)
+        tensors = tables, quantiles(samples), *map(floats, given)
         call("proxy_tables", *sizes, *numbers, *tensors)
         arranged = layout.arrange(x)
         out = torch.empty_like(arranged)
@@ -229,7 +229,7 @@ class MigratedNorm(torch.autograd.Function):
 
 
 @lru_cache(maxsize=16)
-def _quantiles(samples: int) -> Tensor:
+def quantiles(samples: int) -> Tensor:
     """Return values of the standard normal, uniform in probability; nobody writes to them."""
     steps = torch.arange(samples, dtype=torch.float64, device="cpu")
     return ((2**0.5) * torch.erfinv((2 * steps + 1) / samples - 1)).to(torch.float32)

@@ -75,7 +75,7 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
         wrong = _guarded(compare, kernels, case, device, dtype)
         if wrong:
             return f"the {what} fail their self-test ({case.name}: {wrong})"
-    if hasattr(kernels, "launch"):
+    if hasattr(kernels, "migrate"):
         wrong = _guarded(compare_maps, kernels, device, dtype)
         if wrong:
             return f"the {what} fail their self-test ({wrong})"

@@ -5,6 +5,7 @@
 import copy
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,11 +23,13 @@ from retrofit.layers import (
     kernels,
 )
 from retrofit.layers.kernels import plan, self_test
+from retrofit.layers.kernels import triton as triton_kernels
 from retrofit.layers.kernels.self_test import Case
+from retrofit.layers.kernels.triton import launcher, sums, tiles
 from tests.layers.cases import gradients_when_recomputed
 from tests.layers.kernels import test_agree
 
-ours, CPU = kernels._module("triton"), torch.device("cpu")
+CPU = torch.device("cpu")
 
 TINY = (
     Case("stretches that programs share", (2, 2, 19), (0, 2), (1, 2, 1)),
@@ -47,7 +50,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"TILE": 8, "COLUMNS": 4, "ROUNDS": 1, "LARGEST": 16}.items():
         monkeypatch.setattr(plan, name, value)
     plan.plan_of.cache_clear()
-    monkeypatch.setattr(ours, "processors", lambda device: 3)
+    monkeypatch.setattr(launcher, "processors", lambda device: 3)
     monkeypatch.setattr(self_test, "CASES", FIRST)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # as on a machine where nothing was tested
 
@@ -65,45 +68,45 @@ def test_the_cases_are_of_every_way() -> None:
 
 
 @triton.jit
-def collect(Parts, K: tl.constexpr, REDUCE: tl.constexpr, at, LOADS: tl.constexpr = 16):
+def reduce_parts(Parts, K: tl.constexpr, REDUCE: tl.constexpr, shared, LOADS: tl.constexpr = 16):
     # But for the first program's
-    part = ours._parts(Parts, K, 1, at, LOADS)
+    part = sums._load_parts(Parts, K, 1, shared, LOADS)
     return tl.sum(part, 0, keep_dims=True)
 
 
 @triton.jit
-def elements(at, r, first, TILE: tl.constexpr):
-    tile = intact(at, r, first, TILE)
+def elements_at(place, r, first_lane, TILE: tl.constexpr):
+    tile = intact(place, r, first_lane, TILE)
     run = r + tl.arange(0, TILE.rows)[:, None]
-    there = tile.there & (run + 1 < at.stop)
-    return ours._Elements(tile.start, tile.offset, there, tile.parameter)
+    mask = tile.mask & (run + 1 < place.stop)
+    return tiles.Elements(tile.start, tile.offset, mask, tile.parameter)
 
 
-intact = ours._elements
+intact = tiles.elements_at
 
 
 @pytest.mark.parametrize(
-    ("name", "broken", "message"),
+    ("module", "broken", "message"),
     [
-        ("_collect", collect, r"triton kernels for float32 on .* fail .* is .* of its scale off"),
-        ("_elements", elements, r"fail their self-test .* the output is .* of its scale off"),
+        (sums, reduce_parts, r"triton kernels for float32 on .* fail .* is .* of its scale off"),
+        (tiles, elements_at, r"fail their self-test .* the output is .* of its scale off"),
     ],
     ids=["programs that share a set", "the end of a set"],
 )
 def test_what_is_broken_is_found(
-    name: str, broken: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, broken: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ours, name, broken)
-    assert re.search(message, str(self_test.fault(ours, CPU, torch.float32)))
+    monkeypatch.setattr(module, broken.__name__, broken)
+    assert re.search(message, str(self_test.fault(triton_kernels, CPU, torch.float32)))
 
 
 @pytest.mark.parametrize("case", TINY, ids=[case.name for case in TINY])
 def test_interpreted(case: Case) -> None:
-    assert self_test.compare(ours, case, CPU, torch.float32, runs=1) is None
+    assert self_test.compare(triton_kernels, case, CPU, torch.float32, runs=1) is None
 
 
 def test_maps() -> None:
-    assert self_test.compare_maps(ours, CPU, torch.float32, (1, 2, 3, 5), runs=1) is None
+    assert self_test.compare_maps(triton_kernels, CPU, torch.float32, (1, 2, 3, 5), runs=1) is None
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["two modules", "one"])
@@ -113,12 +116,12 @@ def test_a_norm_and_its_proxy_have_the_gradients_of_the_formulas(
     """Beside the activation, something else uses the norm's output."""
     launched: list[str] = []
 
-    def launch(kernel: Any, *arguments: Any) -> None:
+    def launch(kernel: Any, *arguments: Any, **options: Any) -> None:
         launched.append(kernel.__name__)
-        run(kernel, *arguments)
+        run(kernel, *arguments, **options)
 
-    run = ours.launch
-    monkeypatch.setattr(ours, "launch", launch)
+    run = launcher.launch
+    monkeypatch.setattr(launcher, "launch", launch)
     norm = (MigratedGroupNormAct if fused else MigratedGroupNorm)(2, 4, strength=0.7)
     proxy = ProxyNorm(torch.nn.SiLU(), 4, norm=norm)
     if fused:
@@ -142,12 +145,12 @@ def test_a_norm_and_its_proxy_have_the_gradients_of_the_formulas(
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     found = [value.double() for value in results(norm, proxy, x)]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert "_map_back" not in launched
-    assert launched.count("_sums") == (1 if fused else 2)
+    assert "map_backward_kernel" not in launched
+    assert launched.count("products_kernel") == (1 if fused else 2)
 
 
 def test_interpreted_in_half() -> None:
-    assert self_test.compare(ours, TINY[0], CPU, torch.bfloat16, runs=1) is None
+    assert self_test.compare(triton_kernels, TINY[0], CPU, torch.bfloat16, runs=1) is None
 
 
 def test_interpreted_at_given_lambda(monkeypatch: pytest.MonkeyPatch) -> None:

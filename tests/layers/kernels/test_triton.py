@@ -21,12 +21,13 @@ from triton.backends.compiler import GPUTarget
 
 from retrofit.layers import BatchNormalNorm2d, kernels
 from retrofit.layers.kernels import eager, self_test
+from retrofit.layers.kernels import triton as triton_kernels
 from retrofit.layers.kernels.plan import plan_of
+from retrofit.layers.kernels.triton import launcher, norm_backward
 from tests.pretend_device import DEVICE, pretended
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 sass = importlib.import_module("sass")
-ours = kernels._module("triton")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DTYPES = tuple(self_test.TOLERANCES)
@@ -124,19 +125,20 @@ def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPat
     backend = triton.compiler.make_backend(GPUTarget("cuda", 90, 32))
     taken: dict[str, set[Any]] = {}
 
-    def launch(kernel: Any, plan: Any, *arguments: Any) -> None:
+    def launch(kernel: Any, plan: Any, *arguments: Any, **options: Any) -> None:
         bind = triton.runtime.jit.create_function_from_signature(
             kernel.signature, kernel.params, backend
         )
         _, kinds, _ = bind(*arguments, plan.tile, num_warps=plan.warps)
         taken.setdefault(kernel.__name__, set()).update(kind for kind, _ in kinds)
 
-    monkeypatch.setattr(ours, "launch", launch)
-    monkeypatch.setattr(ours, "processors", lambda device: 40)
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(launcher, "processors", lambda device: 40)
     for case in ALL_CASES:
-        self_test._results(ours, case, CPU, torch.bfloat16)
-    shared = {"_statistics", "_estimate", "_noise", "_write", "_pull", "_gradient"}
-    assert taken.keys() == {"_forward", "_backward", "_apply"} | shared
+        self_test._results(triton_kernels, case, CPU, torch.bfloat16)
+    whole = {"forward_kernel", "backward_kernel", "apply_kernel"}
+    forward = {"statistics_kernel", "step_kernel", "noise_kernel", "result_kernel"}
+    assert taken.keys() == whole | forward | {"gradient_sums_kernel", "gradient_kernel"}
     for name, kinds in taken.items():
         assert {"*bf16", "*fp32", "i32", "constexpr"} <= kinds, name
 
@@ -156,7 +158,7 @@ def test_an_old_triton_is_named(version: str, fails: bool, monkeypatch: pytest.M
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_this_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "CASES", ALL_CASES)
-    assert self_test.fault(ours, GPU, dtype) is None
+    assert self_test.fault(triton_kernels, GPU, dtype) is None
 
 
 @pytest.mark.gpu
@@ -267,7 +269,7 @@ def test_instructions_and_the_width_of_accesses(name: str, dtype: str, capabilit
         accesses = {op for loop in launch.loops for op in loop if op[:3] in ("LDG", "STG")}
         assert all("64" in access or "128" in access for access in accesses)
         assert launch.count("CALL") == 0
-        assert launch.resources["REG"] <= ours.REGISTERS
+        assert launch.resources["REG"] <= norm_backward.REGISTERS
 
 
 @pytest.mark.slow

@@ -1,0 +1,261 @@
+"""The forward pass of normality normalization: statistics of each set, the step of lambda, the
+size of the noise, and the result. One kernel does all where a program has its sets to itself, one
+for each of these where programs share them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retrofit.layers.kernels.eager import KernelOptions, Running
+from retrofit.layers.kernels.plan import FIELDS
+from retrofit.layers.kernels.triton import launcher
+from retrofit.layers.kernels.triton.norm_result import result_kernel, store_result
+from retrofit.layers.kernels.triton.norm_table import (
+    BOUNDS,
+    CENTRE,
+    MEAN,
+    NOISE,
+    STEP,
+    load_transform,
+)
+from retrofit.layers.kernels.triton.psi import first_step, powers_of, psi, step_moments
+from retrofit.layers.kernels.triton.sums import (
+    is_last_program,
+    mean_and_squares,
+    merge_moments,
+    reduce_parts,
+    store_parts,
+    sum_parts,
+    totals,
+)
+from retrofit.layers.kernels.triton.tables import load_entries, load_row, load_rows, store_rows
+from retrofit.layers.kernels.triton.tiles import kernel, load_standard, over, place_of, zeros
+
+# Mean and variance
+
+
+@triton.jit
+def _standardization(mean, squares, low, high, place, eps):
+    """Return mean, variance, 1 / std, and the standardized extremes."""
+    var = squares / place.count.to(tl.float32)
+    rstd = 1 / tl.sqrt(var + eps)
+    return mean, var, rstd, -(low + mean) * rstd, (high - mean) * rstd
+
+
+@kernel
+def statistics_kernel(
+    X, Table, Parts, eps,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Keep mean and variance in the table."""
+    place = place_of(
+        outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
+    )
+    store_parts(Parts, place, mean_and_squares(X, place, TILE))
+    if is_last_program(Table, place):
+        mean, squares = merge_moments(Parts, place)
+        low, high = reduce_parts(Parts, 2, tl.max, place), reduce_parts(Parts, 3, tl.max, place)
+        mean, var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
+        store_rows(Table, MEAN, place, (mean, var, rstd))
+        store_rows(Table, BOUNDS, place, (low, high))
+
+
+# The step of lambda, and the running statistics
+
+
+@triton.jit
+def _add_step_moments(tile, operands, sums, TILE):
+    X, mean, rstd = operands
+    m1, m2, m3, m45 = step_moments(load_standard(X, tile, mean, rstd))
+    return sums[0] + m1, sums[1] + m2, sums[2] + m3, sums[3] + m45
+
+
+@triton.jit
+def _step_sums(X, place, mean, rstd, TILE):
+    zero = zeros(TILE)
+    sums = over(place, _add_step_moments, (X, mean, rstd), (zero, zero, zero, zero), TILE)
+    return totals(sums, TILE)
+
+
+@triton.jit
+def _store_step(Table, place, sums, var, rstd, low, high, t):
+    """Store the step of each set, from sums over it, its gradient, and the factor t that it has;
+    return the step.
+    """
+    count = place.count.to(tl.float32)
+    m1, m2, m3, m45 = sums
+    v = var * rstd * rstd
+    step = first_step(m1 / count, m2 / count, m3 / count, m45 / count, v, low, high)
+    store_rows(Table, STEP, place, step + (t,))
+    return step[0]
+
+
+@triton.jit
+def _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step):
+    """Move the running statistics towards the batch's, its variance unbiased."""
+    count = place.count.to(tl.float32)
+    if Momentum is not None:
+        momentum = 1 / tl.load(Momentum).to(tl.float32)
+    _move(Mean, place, momentum, mean)
+    _move(Var, place, momentum, var * (count / tl.maximum(count - 1, 1.0)))
+    _move(Lambda, place, momentum, 1 + step)
+
+
+@triton.jit
+def _move(Running, place, momentum, value):
+    if Running is not None:
+        old = load_entries(Running, place, 0.0)
+        new = old * (1 - momentum) + value * momentum
+        tl.store(Running + place.sets, new.to(Running.dtype.element_ty), mask=place.valid)
+
+
+@triton.jit
+def _count_batch(Batches):
+    if Batches is not None:
+        is_first = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(Batches, tl.load(Batches) + 1, mask=is_first)
+
+
+@kernel
+def step_kernel(
+    X, Table, Parts, Code, Mean, Var, Lambda, Batches, Momentum, factor, momentum,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Keep the step of lambda in the table, and move the running statistics."""
+    place = place_of(
+        outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
+    )
+    mean, var, rstd = load_rows(Table, MEAN, 3, place)
+    store_parts(Parts, place, _step_sums(X, place, mean, rstd, TILE))
+    if is_last_program(Table, place):
+        t = tl.load(Code).to(tl.float32) * factor
+        low, high = load_rows(Table, BOUNDS, 2, place)
+        step = _store_step(Table, place, sum_parts(Parts, 4, place), var, rstd, low, high, t)
+        _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step)
+    _count_batch(Batches)
+
+
+# The size of the noise: the mean distance of what gets noise from its mean
+
+
+@triton.jit
+def _add_values(tile, operands, sums, TILE):
+    X, mean, rstd, powers = operands
+    return (sums[0] + psi(load_standard(X, tile, mean, rstd), powers).y,)
+
+
+@triton.jit
+def _add_distances(tile, operands, sums, TILE):
+    X, mean, rstd, powers, centre = operands
+    distance = tl.abs(psi(load_standard(X, tile, mean, rstd), powers).y - centre)
+    return (sums[0] + tl.where(tile.mask, distance, 0.0),)
+
+
+@kernel
+def noise_kernel(
+    X, Table, Parts, Code, factor,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    FIELD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keep the mean of what gets noise in the table, or the mean distance from it, as a factor."""
+    place = place_of(
+        outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
+    )
+    mean, rstd, powers, _ = load_transform(Table, place)
+    zero = (zeros(TILE),)
+    if FIELD == CENTRE:
+        scale = 1.0
+        sums = over(place, _add_values, (X, mean, rstd, powers), zero, TILE)
+    else:
+        scale = tl.load(Code).to(tl.float32) * factor
+        operands = X, mean, rstd, powers, load_row(Table, CENTRE, place)
+        sums = over(place, _add_distances, operands, zero, TILE)
+    store_parts(Parts, place, totals(sums, TILE))
+    if is_last_program(Table, place):
+        total = reduce_parts(Parts, 0, tl.sum, place)
+        store_rows(Table, FIELD, place, (total / place.count * scale,))
+
+
+@kernel
+def forward_kernel(
+    Out, X, Weight, Bias, Table, Code, Seed, Mean, Var, Lambda, Batches, Momentum,
+    factor, noise_factor, eps, momentum,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Do all of a set that a program has to itself."""
+    place = place_of(
+        outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
+    )
+    code = tl.load(Code).to(tl.float32)
+    mean, squares, low, high = mean_and_squares(X, place, TILE)
+    mean, var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
+    store_rows(Table, MEAN, place, (mean, var, rstd))
+    sums = _step_sums(X, place, mean, rstd, TILE)
+    step = _store_step(Table, place, sums, var, rstd, low, high, code * factor)
+    _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step)
+    _count_batch(Batches)
+    powers = powers_of(code * factor * step)
+    noise = 0.0
+    if Seed is not None:
+        zero = (zeros(TILE),)
+        sums = over(place, _add_values, (X, mean, rstd, powers), zero, TILE)
+        centre = totals(sums, TILE)[0] / place.count
+        sums = over(place, _add_distances, (X, mean, rstd, powers, centre), zero, TILE)
+        distances = totals(sums, TILE)[0]
+        noise = distances / place.count * (code * noise_factor)
+        store_rows(Table, NOISE, place, (noise,))
+    store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise, TILE)
+
+
+def forward(
+    out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
+) -> Tensor:
+    """Fill `out`, and move the running statistics; return a table of `FIELDS` numbers a set, and a
+    number more, by which programs that share sets count themselves.
+
+    Tensors lie in memory in the order of the layout, whatever their shapes.
+    """
+    plan = launcher.plan_for(x, options.layout)
+    running, momentum = _running(options.running)
+    code, unit = options.strength
+    seed, eps, numbers = options.seed, options.eps, plan.numbers
+    factor = unit * options.alpha
+    noise_factor = unit * options.noise
+    size = (FIELDS + 1) * plan.sets
+    if plan.splits == 1:
+        table = launcher.room(x, size)
+        tensors = out, x, weight, bias, table, code, seed, *running
+        launcher.launch(
+            forward_kernel, plan, *tensors, factor, noise_factor, eps, momentum, *numbers
+        )
+        return table
+    table = torch.zeros(size, dtype=torch.float32, device=x.device)
+    shared = x, table, launcher.room(x, 4, plan.splits, plan.sets)
+    launcher.launch(statistics_kernel, plan, *shared, eps, *numbers)
+    launcher.launch(step_kernel, plan, *shared, code, *running, factor, momentum, *numbers)
+    if seed is not None:
+        launcher.launch(noise_kernel, plan, *shared, code, noise_factor, *numbers, CENTRE)
+        launcher.launch(noise_kernel, plan, *shared, code, noise_factor, *numbers, NOISE)
+    launcher.launch(result_kernel, plan, out, x, weight, bias, table, seed, *numbers)
+    return table
+
+
+def _running(running: Running | None) -> tuple[list[Tensor | None], float]:
+    """Return the running mean, variance and lambda, what counts batches, what the momentum is one
+    over, and the momentum.
+    """
+    if running is None:
+        return [None] * 5, 0.0
+    batches, momentum = running.tracked, running.momentum
+    average = None
+    if batches is not None and momentum is None:
+        average = batches.add_(1)
+        batches = None
+    return [running.mean, running.var, running.lmbda, batches, average], momentum or 0.0
