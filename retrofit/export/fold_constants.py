@@ -244,14 +244,14 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
 
 def lower_affine_maps(graph: FoldingGraph) -> None:
     """Put operations in the place of the maps that are left, and note which layers are folded."""
-    left: set[str] = set()
+    unfolded: set[str] = set()
     for node, affine in graph.affine_maps():
         if affine.is_identity:
             graph.replace(node, node.args[0])
         else:
-            left |= affine.layers
+            unfolded |= affine.layers
             graph.set_module(node, affine.lowered())
-    _note_folded(graph, graph.mapped_layers - left)
+    _note_folded(graph, graph.mapped_layers - unfolded)
 
 
 def _note_folded(graph: FoldingGraph, names: set[str]) -> None:

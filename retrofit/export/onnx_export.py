@@ -123,9 +123,9 @@ def export_onnx(
     proto, checks = _onnx_model(request, folded, opset)
     facts = _NetworkFacts.of(request, proto)
     set_metadata(proto, facts.metadata())
-    beside = nullcontext() if report is None else atomic_write(report, force)
+    report_file = nullcontext() if report is None else atomic_write(report, force)
     # The model gets its name first
-    with beside as aside, written(proto, file, force, checks) as (parity, size):
+    with report_file as report_draft, written(proto, file, force, checks) as (parity, size):
         result = ExportReport(
             **facts.shared(),
             model=None if facts.record.source is None else facts.record.source.name,
@@ -140,9 +140,9 @@ def export_onnx(
             labels=None if facts.labels is None else len(facts.labels),
             layers=folded.layers,
         )
-        if aside is not None:
+        if report_draft is not None:
             with writing(str(report)):
-                aside.write_text(json_text(result.to_dict()) + "\n", encoding="utf-8")
+                report_draft.write_text(json_text(result.to_dict()) + "\n", encoding="utf-8")
     return result
 
 

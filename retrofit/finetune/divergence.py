@@ -50,7 +50,7 @@ class Verdict:
     norms: Tensor
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """What was not finite, in words.
 
         Among several gradients it is the one that was computed first, which is the last, since they

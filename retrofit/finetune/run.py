@@ -252,7 +252,7 @@ class Run(PreparedRun):
     def _judge(self, verdict: Verdict) -> None:
         step, images = verdict.step
         if verdict.fault is not None:
-            raise self._diverged(verdict.what, step.step, verdict.images, verdict.fault)
+            raise self._diverged(verdict.description, step.step, verdict.images, verdict.fault)
         self.position.loss_sum = verdict.loss_sum
         step = replace(step, loss=verdict.loss_sum / images)
         self.callback.step(step)
@@ -260,7 +260,7 @@ class Run(PreparedRun):
         self.accelerator.log(figures, step=step.step)
 
     def _diverged(
-        self, part: str, step: int, images: Tensor, fault: Fault = "state"
+        self, description: str, step: int, images: Tensor, fault: Fault = "state"
     ) -> RetrofitError:
         """Say what is not finite, which layer went first, where the last good state is, and what to
         do.
@@ -270,7 +270,7 @@ class Run(PreparedRun):
             cause, advice = divergence_of(self.model, images, fault, self.recipe)
         good = run_state.load_state(self.folder)["position"]["step"]
         return RetrofitError(
-            f"{part} is not finite at step {step} of {self.position.steps}: {cause}; "
+            f"{description} is not finite at step {step} of {self.position.steps}: {cause}; "
             f"the last good state is {self.folder / run_state.STATE}, step {good}; {advice}"
         )
 

@@ -247,8 +247,8 @@ def _checkpoint_weights(
         "left_random": loaded.left_random,
         "left_out": [*read.left_out, *loaded.left_out],
     }
-    told = {name: value for name, value in details.items() if value}
-    return {"kind": "checkpoint", "from": str(checkpoint), **told}
+    details = {name: value for name, value in details.items() if value}
+    return {"kind": "checkpoint", "from": str(checkpoint), **details}
 
 
 def _random_classifier(model: nn.Module, num_classes: int | None) -> tuple[str, ...]:

@@ -222,8 +222,8 @@ def unrepeated(plans: Iterable[Plan], model: nn.Module) -> list[Plan]:
 
     Plans are the same if their decisions are; the numbers in them depend on the weights.
     """
-    done = [_decisions(plan) for plan in plans_of(model)]
-    return [plan for plan in plans if _decisions(plan) not in done]
+    past_decisions = [_decisions(plan) for plan in plans_of(model)]
+    return [plan for plan in plans if _decisions(plan) not in past_decisions]
 
 
 def _decisions(plan: Plan) -> tuple[str, str, list[tuple[str, str, str | None]]]:

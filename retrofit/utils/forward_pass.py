@@ -136,9 +136,9 @@ def without_image_rows(
         layers: The layers to look at.
         image: One image, (1, C, H, W), which is run alone and twice in a batch.
     """
-    one = _rows_of_outputs(run, layers, image)
-    two = _rows_of_outputs(run, layers, torch.cat([image, image]))
-    return {layer for layer, rows in one.items() if two.get(layer) != 2 * rows}
+    rows_of_one = _rows_of_outputs(run, layers, image)
+    rows_of_two = _rows_of_outputs(run, layers, torch.cat([image, image]))
+    return {layer for layer, rows in rows_of_one.items() if rows_of_two.get(layer) != 2 * rows}
 
 
 def _rows_of_outputs(

@@ -75,7 +75,9 @@ def test_a_loss_that_is_not_finite_is_a_fault_of_its_own() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     gate.add(torch.tensor(math.inf), 5)  # as a batch of an accumulated step
     step(model, optimizer, gate, 1)
-    assert [(verdict.fault, verdict.what) for verdict in gate.verdicts()] == [("loss", "the loss")]
+    assert [(verdict.fault, verdict.description) for verdict in gate.verdicts()] == [
+        ("loss", "the loss")
+    ]
     assert all(map(torch.equal, model.parameters(), before))
 
 
@@ -116,7 +118,7 @@ def test_the_gradient_that_went_first(value: float, broken: tuple[str, ...], nam
     gate.close()
     gate.send("step", torch.zeros(1))
     (verdict,) = gate.verdicts()
-    assert (verdict.fault, verdict.what) == ("gradient", f"the gradient of {named}")
+    assert (verdict.fault, verdict.description) == ("gradient", f"the gradient of {named}")
 
 
 def test_an_accelerator_s_verdicts_come_a_step_later() -> None:

@@ -216,13 +216,13 @@ def _options(
     module: fx.GraphModule, functions: Functions, calls: Sequence[Call]
 ) -> dict[Node, list[Candidate]]:
     """Fit all degrees, and see what an error of each transform alone does to the output."""
-    few = next((call for call in calls if call.batch >= _FEW), calls[-1])
-    few = few.resized(min(_FEW, few.batch))
-    expected = outputs_of(module, few)
+    call = next((call for call in calls if call.batch >= _FEW), calls[-1])
+    call = call.resized(min(_FEW, call.batch))
+    expected = outputs_of(module, call)
     options = {}
     for node, function in functions.items():
         fits = _fits_of_all_degrees(function)
-        changed = outputs_of(module, few, {node: fits[1]})
+        changed = outputs_of(module, call, {node: fits[1]})
         harm = _squared_change(expected, changed) / max(fits[1].rms_error ** 2, 1e-30)
         options[node] = _candidates(fits, math.prod(shape_of(node)[1:]), harm)
     return options
@@ -286,12 +286,12 @@ def _most_effective_step(
     """Return the layer and its dearer option that take off most squared error for their cost."""
     steps = [
         (node, option)
-        for node, now in chosen.items()
+        for node, current in chosen.items()
         for option in options[node]
-        if option.cost > now.cost
+        if option.cost > current.cost
     ]
     return max(steps, key=lambda step: _effect(chosen[step[0]], step[1]))
 
 
-def _effect(now: Candidate, dearer: Candidate) -> float:
-    return (now.error - dearer.error) / (dearer.cost - now.cost)
+def _effect(current: Candidate, dearer: Candidate) -> float:
+    return (current.error - dearer.error) / (dearer.cost - current.cost)

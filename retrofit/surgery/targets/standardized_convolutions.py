@@ -140,14 +140,14 @@ def notes_on_convolutions(rows: Sequence[EditRow]) -> list[str]:
     """Say how many convolutions are standardized and have a scale, which are left and why, and what
     is unknown.
     """
-    done = [row for row in rows if row.status == "converted"]
-    scaled = sum(row.options["scale"] for row in done)
+    converted = [row for row in rows if row.status == "converted"]
+    scaled = sum(row.options["scale"] for row in converted)
     by_reason: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         by_reason[row.reason].append(row.name)
     by_reason.pop("", None)
     return [
-        f"{len(done)} of {len(rows)} convolutions are standardized, {scaled} of them with a "
+        f"{len(converted)} of {len(rows)} convolutions are standardized, {scaled} of them with a "
         "scale that is learned",
         *(
             f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})"
