@@ -217,11 +217,11 @@ def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
             if not isinstance(value, Mapping) or id(value) in seen:
                 continue
             seen.add(id(value))
-            entries = {name: entry for name, entry in value.items() if isinstance(name, str)}
-            tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+            named = {name: entry for name, entry in value.items() if isinstance(name, str)}
+            tensors = {name: entry for name, entry in named.items() if isinstance(entry, Tensor)}
             if tensors:
                 sets[nest] = tensors
-            below += [(f"{nest}.{name}".strip("."), entry) for name, entry in entries.items()]
+            below += [(f"{nest}.{name}".strip("."), entry) for name, entry in named.items()]
         level = below
     return sets
 

@@ -324,27 +324,33 @@ def _same(
     results: list[list[Tensor | None]] = []
     for layer in layers:
         inputs = x.detach().requires_grad_()
-        buffers: dict[str, Tensor | None] = dict.fromkeys(layer._buffers)
-        parameters: dict[str, Tensor | None] = dict.fromkeys(layer._parameters)
-        for name in buffers.keys() & values.keys():
-            buffers[name] = values[name].clone()
-        for name in parameters.keys() & values.keys():
-            parameters[name] = nn.Parameter(values[name].clone())
-        cls = cast(Any, type(layer))
-        new = cls.__new__(cls)
-        vars(new).update(vars(layer), _buffers=buffers, _parameters=parameters, training=training)
+        copy = _with_values(layer, values, training)
         try:
-            out = new.forward(inputs)
+            out = copy.forward(inputs)
         # A layer's own code may raise anything, and a known class may take inputs that it refuses.
         except Exception:
             if results:
                 return False
             return None
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
-        trained = [inputs, *(value for value in parameters.values() if value is not None)]
-        grads = torch.autograd.grad((out * weights).sum(), trained, allow_unused=True)
-        results.append([out, *grads, *buffers.values()])
+        parameters = [value for value in copy._parameters.values() if value is not None]
+        grads = torch.autograd.grad((out * weights).sum(), [inputs, *parameters], allow_unused=True)
+        results.append([out, *grads, *copy._buffers.values()])
     return all(map(_close, *results))
+
+
+def _with_values(layer: Any, values: dict[str, Tensor], training: bool) -> Any:
+    """Return a copy of a layer with other parameters and buffers; those without a value are None."""
+    buffers: dict[str, Tensor | None] = dict.fromkeys(layer._buffers)
+    parameters: dict[str, Tensor | None] = dict.fromkeys(layer._parameters)
+    for name in buffers.keys() & values.keys():
+        buffers[name] = values[name].clone()
+    for name in parameters.keys() & values.keys():
+        parameters[name] = nn.Parameter(values[name].clone())
+    cls = cast(Any, type(layer))
+    copy = cls.__new__(cls)
+    vars(copy).update(vars(layer), _buffers=buffers, _parameters=parameters, training=training)
+    return copy
 
 
 def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:

@@ -151,25 +151,25 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             ValueError: If a batch to estimate on has one value per channel.
         """
         self._check_input_dim(x)
-        batch = self.training or self.running_mean is None
-        if batch and x.numel() == x.shape[1]:
+        samples, channels, *sizes = x.shape
+        by_batch = self.training or self.running_mean is None
+        if by_batch and x.numel() == channels:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
         if x.numel() == 0:
-            return affine(x * 1.0, *self._gamma_and_beta(-1, *(1,) * (x.ndim - 2)))
-        if not batch and self._is_batch_norm(x):
+            return affine(x * 1.0, *self._gamma_and_beta(-1, *(1,) * len(sizes)))
+        if not by_batch and self._is_batch_norm(x):
             assert self.running_mean is not None
             assert self.running_var is not None
             constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
             return functional.batch_norm(x, *constants, eps=self._eps)
-        positions = x.numel() // x.shape[1]
         with torch.autocast(x.device.type, enabled=False):
             by_channel = x.to(compute_dtype(x)).movedim(1, 0)
-            rows = by_channel.reshape(-1, self.group_size, positions)
-            y = self._by_batch(rows) if batch else self._by_running_statistics(rows)
-            out = affine(y, *self._gamma_and_beta(len(y), -1, 1))
-            out = out.to(x.dtype).view(x.shape[1], x.shape[0], *x.shape[2:]).movedim(0, 1)
+            rows = by_channel.reshape(-1, self.group_size, x.numel() // channels)
+            y = self._by_batch(rows) if by_batch else self._by_running_statistics(rows)
+            out = affine(y, *self._gamma_and_beta(len(y), -1, 1)).to(x.dtype)
+        out = out.view(channels, samples, *sizes).movedim(0, 1)
         return out.contiguous(memory_format=memory_format_of(x))
 
     def _is_batch_norm(self, x: Tensor) -> bool:
