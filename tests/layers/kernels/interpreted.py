@@ -75,9 +75,9 @@ def reduce_parts(Parts, K: tl.constexpr, REDUCE: tl.constexpr, shared, LOADS: tl
 
 
 @triton.jit
-def elements_at(place, r, first_lane, TILE: tl.constexpr):
-    tile = intact(place, r, first_lane, TILE)
-    run = r + tl.arange(0, TILE.rows)[:, None]
+def elements_at(place, first_run, first_lane, TILE: tl.constexpr):
+    tile = intact(place, first_run, first_lane, TILE)
+    run = first_run + tl.arange(0, TILE.rows)[:, None]
     mask = tile.mask & (run + 1 < place.stop)
     return tiles.Elements(tile.start, tile.offset, mask, tile.parameter)
 

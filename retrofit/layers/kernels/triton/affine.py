@@ -46,9 +46,9 @@ def store_affine_sums(AffineSums, partials, place, sums, TILE):
 
 
 @triton.jit
-def store_affine_sums_of_runs(AffineSums, partials, place, r, sums, TILE):
+def store_affine_sums_of_runs(AffineSums, partials, place, first_run, sums, TILE):
     """Store two sums over a program's lanes for gammas that change along the runs; return zeros."""
-    run = r + tl.arange(0, TILE.rows)
+    run = first_run + tl.arange(0, TILE.rows)
     P = AffineSums + tl.program_id(0) * place.runs + run
     for k in tl.static_range(2):
         tl.store(P + k * partials, tl.sum(sums[k], 1), mask=run < place.stop)

@@ -67,10 +67,10 @@ def _add_pulls(tile, operands, sums, TILE):
 
 
 @triton.jit
-def _store_behind_runs(place, r, operands, sums, TILE):
+def _store_behind_runs(place, first_run, operands, sums, TILE):
     """Store the gradients of gammas that change along the runs, and begin their sums anew."""
     if TILE.along == "runs":
-        rest = store_affine_sums_of_runs(operands[0], operands[1], place, r, sums[5:], TILE)
+        rest = store_affine_sums_of_runs(operands[0], operands[1], place, first_run, sums[5:], TILE)
         sums = sums[:5] + rest
     return sums
 

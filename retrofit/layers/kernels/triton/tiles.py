@@ -100,11 +100,11 @@ class Elements(NamedTuple):
 
 
 @triton.jit
-def elements_at(place, r, first_lane, TILE):
+def elements_at(place, first_run, first_lane, TILE):
     """Return the tile that starts at a run and a lane."""
-    run = r + tl.arange(0, TILE.rows)[:, None]
-    start = place.base + r * place.stride.to(tl.int64) + first_lane
-    offset = (run - r) * place.stride + place.lane
+    run = first_run + tl.arange(0, TILE.rows)[:, None]
+    start = place.base + first_run * place.stride.to(tl.int64) + first_lane
+    offset = (run - first_run) * place.stride + place.lane
     if TILE.even:
         mask = zeros(TILE) == 0
     else:
@@ -148,9 +148,9 @@ def over(place, FORMULA, operands, sums, TILE, AFTER=None):
     """
     end = TILE.rows if TILE.single else place.stop
     lanes = TILE.cols if TILE.narrow else place.lanes
-    for r in range(place.start, end, TILE.rows):
+    for first_run in range(place.start, end, TILE.rows):
         for first_lane in range(0, lanes, TILE.cols):
-            sums = FORMULA(elements_at(place, r, first_lane, TILE), operands, sums, TILE)
+            sums = FORMULA(elements_at(place, first_run, first_lane, TILE), operands, sums, TILE)
         if AFTER is not None:
-            sums = AFTER(place, r, operands, sums, TILE)
+            sums = AFTER(place, first_run, operands, sums, TILE)
     return sums
