@@ -1,5 +1,5 @@
-"""A run on the disk: its folder, which one process owns, and the state in it, on which the next step
-depends.
+"""A run on the disk: its folder, which one process owns, and the state in it, on which the next
+step depends.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""The data flow in a model's traced graphs: what step each node is, which node produces a value, and
-which nodes consume it.
+"""The data flow in a model's traced graphs: what step each node is, which node produces a value,
+and which nodes consume it.
 """
 
 import inspect
@@ -314,8 +314,8 @@ class Flows:
     for are not.
 
     A part that fx cannot enter, or that branches often on values, is a single node in its caller's
-    graph. If it holds norms, it has graphs of its own too. Tracing needs no input, works on the meta
-    device, and leaves the model as it was.
+    graph. If it holds norms, it has graphs of its own too. Tracing needs no input, works on the
+    meta device, and leaves the model as it was.
     """
 
     def __init__(

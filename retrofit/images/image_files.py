@@ -89,7 +89,7 @@ class ImageFiles:
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
         """Return an image's bytes and its target.
 
-        Nothing is kept open: processes that share an open file would move each other's position in it.
+        Nothing is kept open: processes that share an open file would move each other's position.
 
         Raises:
             RetrofitError: If the image is not a regular file, or cannot be opened.

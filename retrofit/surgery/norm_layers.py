@@ -2,8 +2,8 @@
 normalize without a layer.
 
 Layers are matched by exact class. Classes are named by module path, so that neither timm nor
-torchvision is imported. A class that is not in the table may compute something else: it is taken for
-a known one if that is proved (`same_formula.py`), and reported otherwise.
+torchvision is imported. A class that is not in the table may compute something else: it is taken
+for a known one if that is proved (`same_formula.py`), and reported otherwise.
 """
 
 import re
@@ -99,7 +99,7 @@ class NormLayer:
     # "known": a converter may take it; else none does, for `reason`.
     status: Literal["known", "kept", "unsupported"]
     reason: str = ""
-    # The proof that it computes what `class_path` does; None where it is of that class.
+    # The proof that it computes what the class at `class_path` does; None if it is of that class.
     formula: Formula | None = None
 
     @property
@@ -109,7 +109,7 @@ class NormLayer:
 
     @property
     def known_class(self) -> str:
-        """Class name of `class_path`."""
+        """Name of the class at `class_path`."""
         return self.class_path.rpartition(".")[2]
 
     @property
@@ -119,7 +119,9 @@ class NormLayer:
 
     @cached_property
     def layer(self) -> Any:
-        """What a converter looks at: the module, or one of the class `class_path` around its tensors."""
+        """The layer that a converter looks at: the module, or one of the known class around its
+        tensors.
+        """
         if self.formula is None:
             return self.module
         return self.formula.layer(self.module)

@@ -140,7 +140,7 @@ def plain_layer(layer: nn.Module) -> nn.Module | None:
 
 
 def _problem(layer: nn.Module) -> str:
-    """Why no plain layer computes what a layer does; empty if one does, or the layer is not ours."""
+    """Why no plain layer computes what a layer does; empty if one does, or if it is not ours."""
     if not isinstance(layer, ConvertedLayer):
         return ""
     try:

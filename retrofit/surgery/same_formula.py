@@ -340,7 +340,7 @@ def _same(
 
 
 def _with_values(layer: Any, values: dict[str, Tensor], training: bool) -> Any:
-    """Return a copy of a layer with other parameters and buffers; those without a value are None."""
+    """Return a copy of a layer with other parameters and buffers, None where there is no value."""
     buffers: dict[str, Tensor | None] = dict.fromkeys(layer._buffers)
     parameters: dict[str, Tensor | None] = dict.fromkeys(layer._parameters)
     for name in buffers.keys() & values.keys():
