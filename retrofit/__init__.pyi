@@ -3,7 +3,7 @@ from .baking import bake
 from .conversion_options import register_target
 from .errors import RetrofitError, UsageError
 from .export import export_onnx, fold
-from .layers.norms import NORMS
+from .layers.norm_classes import NORMS
 from .networks.artifact import load, save
 from .networks.hub import push_to_hub, save_for_hub
 from .running_statistics import freeze_norms, recentre, sync_norms, update_bn

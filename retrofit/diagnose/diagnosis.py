@@ -32,7 +32,7 @@ from retrofit.errors import RetrofitError
 from retrofit.graph.sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm
-from retrofit.layers.base import lambda_values
+from retrofit.layers.normality_mixin import lambda_values
 from retrofit.networks.open_model import Network
 from retrofit.utils.forward_pass import device_of, evaluating, hooked, without_image_rows
 

@@ -17,7 +17,7 @@ from retrofit.errors import RetrofitError
 from retrofit.export.power_operator import POWER
 from retrofit.export.signature import GUARDS, refuse_other_calls
 from retrofit.inputs import Call
-from retrofit.layers import ProxyNorm, forms
+from retrofit.layers import ProxyNorm, inference_forms
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import PlainAffine
 from retrofit.layers.weight_standardization import WeightStandardization
@@ -28,10 +28,10 @@ from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import cause_of
 
 _FORM_NAMES = {
-    forms.EstimatedTransform: "estimated",
-    forms.MigratedForm: "group",
-    forms.TwoBranch: "two branches",
-    forms.GroupConvolution: "group convolution",
+    inference_forms.EstimatedTransform: "estimated",
+    inference_forms.MigratedForm: "group",
+    inference_forms.TwoBranch: "two branches",
+    inference_forms.GroupConvolution: "group convolution",
 }
 # Converted layers that are no normalization: reports leave them out
 _NO_NORMS = (ProxyNorm, WeightStandardization, PlainAffine)
@@ -140,7 +140,7 @@ def _put_forms(
         if isinstance(layer, _NO_NORMS):
             form_name = ""
         vars(layer)["forward"] = _FormCall(form, layers, name, form_name).forward
-        powers += [part for part in form.modules() if isinstance(part, forms.TwoBranch)]
+        powers += [part for part in form.modules() if isinstance(part, inference_forms.TwoBranch)]
     return powers
 
 
@@ -156,7 +156,9 @@ def _form_name(layer: ConvertedLayer, form: nn.Module) -> str:
 
 def _freeze_estimates(form: nn.Module, lmbda: float) -> bool:
     """Put a constant in the place of estimates of lambda; return whether there are any."""
-    estimates = [part for part in form.modules() if isinstance(part, forms.EstimatedTransform)]
+    estimates = [
+        part for part in form.modules() if isinstance(part, inference_forms.EstimatedTransform)
+    ]
     for part in estimates:
         part.freeze(lmbda)
     return bool(estimates)

@@ -18,7 +18,7 @@ from retrofit.export.power_operator import Fit
 from retrofit.export.report import FoldedLayer
 from retrofit.export.request import Request
 from retrofit.inputs import Call
-from retrofit.layers.base import lambda_values
+from retrofit.layers.normality_mixin import lambda_values
 from retrofit.utils.forward_pass import evaluating
 
 REPORT_IT = "please report it, or raise `tolerance` if you can accept that"

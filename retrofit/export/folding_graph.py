@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from retrofit.export.capture import Program
 from retrofit.export.graph_nodes import ATEN, arguments, shape_of, value_of
 from retrofit.layers.constant_maps import LinearMap
-from retrofit.layers.forms import ChannelAffine, ConstantNorm
+from retrofit.layers.inference_forms import ChannelAffine, ConstantNorm
 
 _TRANSPOSED = {
     ATEN.conv_transpose1d.default,

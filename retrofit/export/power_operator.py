@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from retrofit.export.graph_nodes import ATEN, arguments, users_of, value_of
-from retrofit.layers import forms
+from retrofit.layers import inference_forms
 
 INF = float("inf")
 
@@ -21,7 +21,7 @@ INF = float("inf")
 @torch.library.custom_op("retrofit::power", mutates_args=())
 def power(h: Tensor, lmbda: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
     """Return gamma * psi(h; lambda) + beta of standardized values (N, C, *); constants are (C,)."""
-    return forms.TwoBranch(lmbda, gamma, beta)(h).contiguous()
+    return inference_forms.TwoBranch(lmbda, gamma, beta)(h).contiguous()
 
 
 power.register_fake(lambda h, *_: torch.empty_like(h, memory_format=torch.contiguous_format))
@@ -108,7 +108,7 @@ class Transform:
         return self._one_branch(self.high)
 
     def _two_branches(self) -> Fit:
-        form = forms.TwoBranch(self.lmbda, self.gamma, self.beta)
+        form = inference_forms.TwoBranch(self.lmbda, self.gamma, self.beta)
         return Fit("two branches", 0, torch.ones_like(self.sign), 0 * self.sign, [form])
 
     def _one_branch(self, high: float) -> Fit:
@@ -116,7 +116,7 @@ class Transform:
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)
         scale = torch.where(is_live, self.gamma - self.lmbda * self.beta, 0.0)
-        near_0 = bool((self.lmbda.abs() < forms.SMALL_POWER).any())
+        near_0 = bool((self.lmbda.abs() < inference_forms.SMALL_POWER).any())
         if not near_0:
             scale = scale / self.lmbda
         fit = Fit(
@@ -178,18 +178,22 @@ class OneBranch(nn.Module):
     def forward(self, u: Tensor) -> Tensor:
         """Transform (N, C, *)."""
         log = torch.log(u)
-        exponent = log * forms.channel_view(self.lmbda, u)
-        y = forms.relative_growth(exponent) * log if self.near_0 else torch.exp(exponent) - 1.0
+        exponent = log * inference_forms.channel_view(self.lmbda, u)
+        y = (
+            inference_forms.relative_growth(exponent) * log
+            if self.near_0
+            else torch.exp(exponent) - 1.0
+        )
         if self.scale is None:
             return y
-        return y * forms.channel_view(self.scale, u)
+        return y * inference_forms.channel_view(self.scale, u)
 
 
 def limits(low: float | None, high: float | None = None) -> nn.Module:
     """Return limits by constants of the whole layer, which runtimes fuse into the convolution
     before it.
     """
-    return forms.FunctionModule(partial(torch.clamp, min=low, max=high))
+    return inference_forms.FunctionModule(partial(torch.clamp, min=low, max=high))
 
 
 class Polynomial(nn.Module):
@@ -204,7 +208,7 @@ class Polynomial(nn.Module):
         *lower, scale = coefficients.unbind(0)
         self.steps = nn.ModuleList()
         for shift in reversed(lower):
-            step = forms.ConstantNorm(torch.zeros_like(scale), scale, shift)
+            step = inference_forms.ConstantNorm(torch.zeros_like(scale), scale, shift)
             self.steps.append(step)
             scale = torch.ones_like(scale)
 
@@ -216,9 +220,10 @@ class Polynomial(nn.Module):
         """
         if len(self.steps) > 2:
             return
-        norms = [step for step in self.steps if isinstance(step, forms.ConstantNorm)]
+        norms = [step for step in self.steps if isinstance(step, inference_forms.ConstantNorm)]
         self.steps = nn.ModuleList(
-            forms.GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift) for norm in norms
+            inference_forms.GroupConvolution(norm.scale.view(-1, 1, 1), norm.shift)
+            for norm in norms
         )
 
     def forward(self, p: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ The layers of every other target, dbn's for one, are attributes here too, loaded
 
 # These register themselves.
 import retrofit.builtin_targets  # noqa: F401
-from retrofit.layers.base import NormalityMixin
 from retrofit.layers.batch_norm import (
     BatchNormalNorm1d,
     BatchNormalNorm2d,
@@ -17,6 +16,7 @@ from retrofit.layers.batch_norm import (
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from retrofit.layers.group_migration import migrated_group_norm
 from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct
+from retrofit.layers.normality_mixin import NormalityMixin
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.proxy_norm import ProxyNorm
 from retrofit.layers.sample_norms import (

@@ -12,15 +12,15 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import NormalityMixin
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
-from retrofit.layers.forms import Sets, batch_sets
 from retrofit.layers.frozen_batch_norm import of_one_type, trained_affine
+from retrofit.layers.function_transforms import followed
+from retrofit.layers.inference_forms import Sets, batch_sets
 from retrofit.layers.kernels.eager import Running
+from retrofit.layers.normality_mixin import NormalityMixin
 from retrofit.layers.normality_norm import Statistics, apply_statistics
 from retrofit.layers.strength import StrengthMixin
-from retrofit.layers.transforms import followed
 
 _SYNC = "call retrofit.sync_norms(model) in its place"
 _INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it out"}
@@ -236,13 +236,13 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         var = layer.running_var
         eps = self.plain_eps
         affine = self.weight, self.bias
-        lmbda = 1 + self.effective_alpha * (layer.running_lambda - 1)
+        effective_lambda = 1 + self.effective_alpha * (layer.running_lambda - 1)
         # A compiler or a transform cannot branch on values, and a GPU would have to be waited for.
-        if not followed() and lmbda.is_cpu and bool((lmbda == 1).all()):
+        if not followed() and effective_lambda.is_cpu and bool((effective_lambda == 1).all()):
             # torch's own layer, bit for bit
             return functional.batch_norm(x, *of_one_type(x, mean, var, *affine), eps=eps)
         shape = (1, -1, *(1,) * (x.ndim - 2))
-        statistics = mean.view(shape), var.view(shape), lmbda.view(shape)
+        statistics = mean.view(shape), var.view(shape), effective_lambda.view(shape)
         gamma, beta = (None if p is None else p.view(shape) for p in affine)
         return apply_statistics(x, *statistics, gamma, beta, eps)
 

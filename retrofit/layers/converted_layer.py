@@ -12,7 +12,7 @@ from torch.nn.modules.module import _forward_unimplemented
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.forms import channel_form, constant_copy, in_sequence
+from retrofit.layers.inference_forms import channel_form, constant_copy, in_sequence
 
 # The name of the buffer that holds a setting begins with it.
 _SETTING = "setting_"

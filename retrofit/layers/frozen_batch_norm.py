@@ -12,7 +12,7 @@ from torch.nn import functional
 from retrofit.layers import kernels
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import ConvertedLayer, _ThenActivate, reset_affine
-from retrofit.layers.forms import ChannelAffine, channel_view
+from retrofit.layers.inference_forms import ChannelAffine, channel_view
 from retrofit.layers.kernels.eager import compute_dtype
 
 Constants = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

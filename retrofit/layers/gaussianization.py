@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from retrofit.layers.function_transforms import differentiable_once, transformed
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import blocks
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
-from retrofit.layers.transforms import differentiable_once, transformed
 
 NoiseKind = Literal["scaled", "unscaled", "gaussian-dropout"]
 

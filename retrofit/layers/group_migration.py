@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from retrofit.layers import kernels
-from retrofit.layers.forms import channel_view
+from retrofit.layers.function_transforms import differentiable_once, needed, transformed
+from retrofit.layers.inference_forms import channel_view
 from retrofit.layers.kernels import channelwise, fits
 from retrofit.layers.kernels.eager import Strength, compute_dtype
-from retrofit.layers.transforms import differentiable_once, needed, transformed
 
 
 def migrated_group_norm(

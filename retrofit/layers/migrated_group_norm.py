@@ -15,7 +15,6 @@ from retrofit.layers.converted_layer import (
     hold_settings,
     no_plain_layer,
 )
-from retrofit.layers.forms import ConstantNorm, MigratedForm
 from retrofit.layers.frozen_batch_norm import ConstantStatistics, named_sequence
 from retrofit.layers.group_migration import (
     check_shape,
@@ -23,6 +22,7 @@ from retrofit.layers.group_migration import (
     migrated_group_norm,
     settled_eps,
 )
+from retrofit.layers.inference_forms import ConstantNorm, MigratedForm
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.proxy_norm import ProxyNorm
 from retrofit.layers.strength import StrengthMixin, shown

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers import compiled_norm, kernels
-from retrofit.layers.forms import Sets, batch_sets
+from retrofit.layers import compiled_batch_norm, kernels
+from retrofit.layers.function_transforms import differentiable_once, transformed
 from retrofit.layers.gaussianization import NoiseKind, gaussianize, perturb
+from retrofit.layers.inference_forms import Sets, batch_sets
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import (
     KernelOptions,
@@ -31,7 +32,6 @@ from retrofit.layers.kernels.eager import (
 from retrofit.layers.kernels.layout import Layout, is_dense, layout_of
 from retrofit.layers.kernels.plan import plan_of
 from retrofit.layers.power_transform import Reductions, yeo_johnson
-from retrofit.layers.transforms import differentiable_once, transformed
 
 
 class Statistics(NamedTuple):
@@ -134,7 +134,7 @@ class Normalization(NamedTuple):
     def takes_operator(self, x: Tensor) -> bool:
         """Whether a compiler shall see one operator in the place of the formulas."""
         of_batch = self.sets is batch_sets and self.per_channel and self.group is None
-        return of_batch and compiled_norm.takes(x)
+        return of_batch and compiled_batch_norm.takes(x)
 
     def seed(self, x: Tensor) -> Tensor | None:
         """Draw the seed of the noise, on the device of `x`."""
@@ -255,7 +255,7 @@ def normalize(
     if not fits and scaled and spec.takes_operator(x):
         numbers = spec.eps, spec.alpha, spec.noise
         seed = spec.seed(x)
-        return compiled_norm.batch_normality(x, weight, bias, seed, strength, numbers)
+        return compiled_batch_norm.batch_normality(x, weight, bias, seed, strength, numbers)
     if not fits and transformed():
         return _followed(x, weight, bias, strength, spec)
     if not scaled:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers.transforms import transformed
+from retrofit.layers.function_transforms import transformed
 
 # floor of L''
 MIN_CURVATURE = 0.1

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.layers import kernels
 from retrofit.layers.converted_layer import hold_settings
-from retrofit.layers.forms import ChannelAffine, FunctionModule, constant_copy
 from retrofit.layers.frozen_batch_norm import ConstantAffine
+from retrofit.layers.inference_forms import ChannelAffine, FunctionModule, constant_copy
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.kernels.eager import compute_dtype
 from retrofit.layers.strength import StrengthMixin, shown

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers import forms, kernels
-from retrofit.layers.base import NormalityMixin
+from retrofit.layers import inference_forms, kernels
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, reset_affine
+from retrofit.layers.normality_mixin import NormalityMixin
 from retrofit.layers.normality_norm import Statistics, memory_format_of
 
 
@@ -68,8 +68,8 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
             else tuple(range(x.ndim - len(self.normalized_shape)))
         )
 
-    def _sets(self) -> forms.Sets:
-        return partial(forms.trailing_sets, len(self.normalized_shape))
+    def _sets(self) -> inference_forms.Sets:
+        return partial(inference_forms.trailing_sets, len(self.normalized_shape))
 
 
 class LayerNormalNorm2d(LayerNormalNorm):
@@ -95,12 +95,13 @@ class LayerNormalNorm2d(LayerNormalNorm):
             )
         return self._by_own_statistics(x)[0]
 
-    def _sets(self) -> forms.Sets:
-        return forms.channel_sets
+    def _sets(self) -> inference_forms.Sets:
+        return inference_forms.channel_sets
 
     def _source_form(self) -> nn.Module:
-        return forms.constants_of(
-            forms.ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"), self
+        return inference_forms.constants_of(
+            inference_forms.ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"),
+            self,
         )
 
 
@@ -177,8 +178,8 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         )
         return new
 
-    def _sets(self) -> forms.Sets:
-        return partial(forms.group_sets, self.num_groups)
+    def _sets(self) -> inference_forms.Sets:
+        return partial(inference_forms.group_sets, self.num_groups)
 
 
 class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
@@ -247,11 +248,15 @@ class _InstanceNormalNorm(RunningNormality):
         # As in torch's layer, the flag decides, even where there are running statistics.
         return super().channel_map() if self.track_running_stats else None
 
-    def _sets(self) -> forms.Sets:
-        return partial(forms.trailing_sets, self._batched_ndim - 2)
+    def _sets(self) -> inference_forms.Sets:
+        return partial(inference_forms.trailing_sets, self._batched_ndim - 2)
 
     def _form(self) -> list[nn.Module]:
-        return [forms.Batched(forms.in_sequence(super()._form()), self._batched_ndim)]
+        return [
+            inference_forms.Batched(
+                inference_forms.in_sequence(super()._form()), self._batched_ndim
+            )
+        ]
 
 
 class InstanceNormalNorm1d(_InstanceNormalNorm):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers.forms import constant_copy
+from retrofit.layers.inference_forms import constant_copy
 from retrofit.layers.kernels.eager import compute_dtype
 from retrofit.layers.strength import StrengthMixin
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.base import NormalityMixin, check_noise, check_noise_kind
+from retrofit.layers.normality_mixin import NormalityMixin, check_noise, check_noise_kind
 from retrofit.utils.text import shortlist
 
 

@@ -25,7 +25,7 @@ from retrofit.layers import (
     DecorrelatedBatchNorm2d,
     DecorrelatedBatchNormalNorm2d,
 )
-from retrofit.layers.forms import ChannelAffine
+from retrofit.layers.inference_forms import ChannelAffine
 from tests.export.networks import batch_norm, norm, slow
 
 

@@ -9,7 +9,7 @@ from retrofit.export.fold_constants import PASSES, replace_power_transforms
 from retrofit.export.folding_graph import FoldingGraph
 from retrofit.inputs import Call
 from retrofit.layers import DecorrelatedBatchNorm2d
-from retrofit.layers.forms import ChannelAffine
+from retrofit.layers.inference_forms import ChannelAffine
 from tests.export.networks import batch_norm, norm
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from retrofit import layers
 from retrofit.layers import power_transform
-from retrofit.layers.base import lambda_values
+from retrofit.layers.normality_mixin import lambda_values
 from retrofit.layers.normality_norm import normality_norm
 from tests import oracles as oracle
 

@@ -19,7 +19,7 @@ from retrofit.export.approximation.polynomial_fit import MAX_DEGREE, LayerFuncti
 from retrofit.export.graph_nodes import shape_of
 from retrofit.export.power_operator import POWER, Fit, Transform
 from retrofit.inputs import Call
-from retrofit.layers.forms import ConstantNorm
+from retrofit.layers.inference_forms import ConstantNorm
 from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
 
 # The cost of a polynomial for each degree above 1, as a share of the exact transform's, as

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from retrofit.layers.function_transforms import followed
 from retrofit.layers.kernels import cpp, eager, self_test
-from retrofit.layers.transforms import followed
 
 _log = logging.getLogger(__name__)
 

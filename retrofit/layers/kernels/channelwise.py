@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.nn.modules import module as hooks
 
 from retrofit.layers import kernels
+from retrofit.layers.function_transforms import differentiable_once, needed
 from retrofit.layers.kernels import cpp
 from retrofit.layers.kernels.cpp import call, floats, room
-from retrofit.layers.transforms import differentiable_once, needed
 
 Activation = tuple[int, float, float]
 """The number of an activation in channelwise.cpp, and two numbers that it takes."""

@@ -16,11 +16,11 @@ from retrofit.errors import RetrofitError
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
-from retrofit.layers.forms import GroupConvolution, channel_form
 from retrofit.layers.frozen_batch_norm import of_one_type
+from retrofit.layers.function_transforms import differentiable_once, transformed
+from retrofit.layers.inference_forms import GroupConvolution, channel_form
 from retrofit.layers.kernels.eager import affine, compute_dtype
 from retrofit.layers.normality_norm import Statistics, memory_format_of
-from retrofit.layers.transforms import differentiable_once, transformed
 from retrofit.registry import layer_named
 from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow

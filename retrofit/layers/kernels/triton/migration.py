@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from retrofit.layers.function_transforms import differentiable_once, needed
 from retrofit.layers.kernels.channelwise import Activation
 from retrofit.layers.kernels.eager import Strength
 from retrofit.layers.kernels.plan import LaunchPlan
@@ -36,7 +37,6 @@ from retrofit.layers.kernels.triton.sums import (
 )
 from retrofit.layers.kernels.triton.tables import Entries, load_entries, load_rows, store_rows
 from retrofit.layers.kernels.triton.tiles import kernel, load, over, place_of, zeros
-from retrofit.layers.transforms import differentiable_once, needed
 
 # An inner map behind which gradients are pulled back: its table, the scale behind it, the activation
 _Inner = tuple[Tensor, Tensor, Activation]

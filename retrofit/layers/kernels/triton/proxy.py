@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from retrofit.layers.function_transforms import differentiable_once, needed
 from retrofit.layers.kernels.channelwise import Activation, quantiles
 from retrofit.layers.kernels.eager import Strength
 from retrofit.layers.kernels.plan import LaunchPlan
@@ -26,7 +27,6 @@ from retrofit.layers.kernels.triton.tables import (
     load_rows,
     store_rows,
 )
-from retrofit.layers.transforms import differentiable_once, needed
 
 # Channels that a program takes
 _CHANNELS = 4

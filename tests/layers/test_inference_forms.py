@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from retrofit import layers
 from retrofit.errors import RetrofitError
-from retrofit.layers.forms import ConstantNorm, EstimatedTransform, TwoBranch
 from retrofit.layers.frozen_batch_norm import ConstantAffine
+from retrofit.layers.inference_forms import ConstantNorm, EstimatedTransform, TwoBranch
 from tests import oracles as oracle
 
 C = 8

@@ -18,8 +18,8 @@ from retrofit.layers.converted_layer import (
     library_class,
     no_plain_layer,
 )
-from retrofit.layers.forms import EstimatedTransform, Sets, constants_of
 from retrofit.layers.gaussianization import NoiseKind, estimate
+from retrofit.layers.inference_forms import EstimatedTransform, Sets, constants_of
 from retrofit.layers.kernels.eager import Running
 from retrofit.layers.normality_norm import Normalization, normalize
 from retrofit.layers.strength import StrengthMixin, within_one
