@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _LOG_WIDTH = 120
 # Between two columns of a table.
 _GAP = 3
-# The least width of a column.
+# No column is narrowed below this width.
 _NARROW = 14
-# The least width of the last column, which holds sentences.
+# The last column, which holds sentences, is not narrowed below this for wide ones before it.
 _SENTENCE = 20
 # A terminal that has room for long lines.
 _WIDE = 100
@@ -166,8 +166,8 @@ def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def _fitted(lengths: Sequence[int], room: int) -> list[int]:
-    """Return widths of columns, at most `room` together, from the lengths of their longest
-    entries.
+    """Return widths of columns from the lengths of their longest entries: at most `room` together,
+    unless columns would be too narrow.
     """
     widths = list(lengths)
     widths[-1] = min(widths[-1], max(room - sum(widths[:-1]), _SENTENCE))

@@ -12,10 +12,7 @@ from torch import nn
 from retrofit.errors import RetrofitError
 from retrofit.finetune import training_setup
 from retrofit.finetune.batches import Batches
-from retrofit.finetune.divergence import (
-    ChanceWatch,
-    StepGate,
-)
+from retrofit.finetune.divergence import ChanceWatch, StepGate
 from retrofit.finetune.objective import Objective
 from retrofit.finetune.optimization import build_optimizer, build_scheduler
 from retrofit.finetune.recipe import FREE, PLACES, Recipe

@@ -64,10 +64,8 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
     raise UsageError(f"{plural(len(sentences), 'mistake')} in {title}: {listed}; {advice}")
 
 
-def _names_a_dataset(data_dir: Any) -> bool:
-    return (
-        isinstance(data_dir, str) and data_dir.startswith(_NAMED) and not os.path.exists(data_dir)
-    )
+def _names_a_dataset(path: Any) -> bool:
+    return isinstance(path, str) and path.startswith(_NAMED) and not os.path.exists(path)
 
 
 def _mistakes(settings: dict[str, Any], error: ValidationError) -> list[str]:

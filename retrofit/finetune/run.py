@@ -141,7 +141,7 @@ class Run(PreparedRun):
         return self.position.step % self.epoch_steps == 0
 
     def train_epoch(self, stop: Callable[[], bool]) -> bool:
-        """Train to the end of the epoch, or until a process is asked to stop; return whether one is.
+        """Train to the end of the epoch, or until a process is asked to stop; return whether it was.
 
         Raises:
             RetrofitError: If the loss, a gradient or the network's state is not finite.

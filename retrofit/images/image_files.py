@@ -170,13 +170,13 @@ def _in_tar(path: Path) -> Iterator[tuple[str, Extent]]:
 def _members(
     file: IO[bytes] | None, folder: str, start: int, depth: int
 ) -> Iterator[tuple[str, Extent]]:
-    """Yield the paths and extents of the images in a tar, which may hold tars of `depth` levels.
+    """Yield the paths and extents of the images in a tar, and in the tars inside it.
 
     Args:
         file: The tar, open.
         folder: The path that its images' paths begin with.
         start: The byte of the outermost file at which the tar begins.
-        depth: How many levels of tars inside tars are read.
+        depth: How many levels of tars are read, this one included.
     """
     if depth == 0:
         raise tarfile.ReadError(f"more than {_DEEPEST_TAR} tars inside one another")

@@ -99,10 +99,9 @@ class LayerNormalNorm2d(LayerNormalNorm):
         return inference_forms.channel_sets
 
     def _source_form(self) -> nn.Module:
-        return inference_forms.constants_of(
-            inference_forms.ChannelsFirstLayerNorm(self.normalized_shape, self.eps, device="meta"),
-            self,
-        )
+        shape = self.normalized_shape
+        form = inference_forms.ChannelsFirstLayerNorm(shape, self.eps, device="meta")
+        return inference_forms.constants_of(form, self)
 
 
 class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
@@ -252,11 +251,8 @@ class _InstanceNormalNorm(RunningNormality):
         return partial(inference_forms.trailing_sets, self._batched_ndim - 2)
 
     def _form(self) -> list[nn.Module]:
-        return [
-            inference_forms.Batched(
-                inference_forms.in_sequence(super()._form()), self._batched_ndim
-            )
-        ]
+        form = inference_forms.in_sequence(super()._form())
+        return [inference_forms.Batched(form, self._batched_ndim)]
 
 
 class InstanceNormalNorm1d(_InstanceNormalNorm):

@@ -171,8 +171,8 @@ def _structures_of(builder: Callable[..., Any]) -> Iterator[dict[str, Any]]:
 def _other_classes(
     source: ModelSource, model: nn.Module, unlike: list[Tensor]
 ) -> tuple[ModelSource, ...]:
-    """Return a source with other numbers of classes: the one that the network states, and the
-    lengths of the tensors that differ.
+    """Return a source with other numbers of classes: the one that the network states, and, if they
+    are few, the lengths of the tensors that differ.
     """
     sizes = sorted({len(tensor) for tensor in unlike if tensor.ndim})
     numbers = [getattr(model, "num_classes", None)]

@@ -250,9 +250,9 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
     while node is not None and len(flow.consumers(node)) == 1:
         module = flow.modules.get(node)
         if not isinstance(module, nn.Identity):
-            if not isinstance(module, nn.modules.conv._ConvNd) or not recognition.is_plain_affine(
-                module
-            ):
+            if not isinstance(module, nn.modules.conv._ConvNd):
+                return None
+            if not recognition.is_plain_affine(module):
                 return None
             if any(_has_other_paths(flow, call) for call in (norm, node)):
                 return None

@@ -227,8 +227,8 @@ def _nothing_to_convert(
 
 
 def _usual_target(rules: _Rules, norms: Sequence[NormLayer], to: str) -> str | None:
-    """Return a target for the layers that a model does hold; None if it holds some that the rules
-    let through.
+    """Return another target that takes layers of a model, if it holds none of the rules' families;
+    None if it does, or if there is none.
     """
     if any(norm.family in rules.families for norm in norms):
         return None

@@ -42,11 +42,11 @@ def test_held_out_images_are_not_trained_on(pictures: Path) -> None:
 def test_a_part_of_a_part_has_a_transform_of_its_own(pictures: Path) -> None:
     images = open_images(pictures).images
     for targets in (None, [2] * 24):
-        part = ImageSubset(images, transform=lambda image: "mine")
-        part.targets = targets
-        other = ImageSubset(part, range(1), lambda image: "other")
-        assert (part[0][0], other[0][0]) == ("mine", "other")
-        assert other[0][1] == part[0][1]
+        subset = ImageSubset(images, transform=lambda image: "mine")
+        subset.targets = targets
+        other = ImageSubset(subset, range(1), lambda image: "other")
+        assert (subset[0][0], other[0][0]) == ("mine", "other")
+        assert other[0][1] == subset[0][1]
 
 
 @pytest.mark.parametrize("labels", [None, ["cat", "bee", "ant"], ["x", "y", "z"]], ids=str)
@@ -94,13 +94,13 @@ def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
     small a variance.
     """
     (pictures / "ant" / "0.png").write_bytes(b"no picture")
-    part = ImageSubset(
+    subset = ImageSubset(
         open_images(pictures).images, transform=lambda image: torch.from_numpy(np.array(image))
     )
-    found = list(part.batches(17, 6))
+    found = list(subset.batches(17, 6))
     assert [len(batch) for batch in found] == [5, 6, 5]
     assert all(len({image[0, 0].argmax().item() for image in batch}) == 3 for batch in found)
-    assert sum(map(len, part.batches(100, 6))) == 23
+    assert sum(map(len, subset.batches(100, 6))) == 23
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,8 @@ def test_channels_without_a_root_in_range(
 
 
 def observed(batches: list[Tensor]) -> WeightedSample:
-    node, observer = (
-        torch.fx.Graph().placeholder("x"),
-        input_samples.Observer(sum(map(len, batches))),
-    )
+    node = torch.fx.Graph().placeholder("x")
+    observer = input_samples.Observer(sum(map(len, batches)))
     for batch in batches:
         observer.take(node, batch)
     return observer.sample(node, 0, torch.device("cpu"))

@@ -41,8 +41,8 @@ def plan_for(x: Tensor, layout: Layout) -> LaunchPlan:
 
 
 def launch_options(plan: LaunchPlan, registers: int | None = None) -> dict[str, int]:
-    """Return what a kernel is compiled with. One that would take more than some `registers` a
-    thread gets those, and twice the warps.
+    """Return what a kernel is compiled with: with at most some `registers` a thread, it gets twice
+    the plan's warps.
     """
     if registers is None:
         return {"num_warps": plan.warps}

@@ -40,8 +40,8 @@ from retrofit.layers.kernels.triton.tiles import (
     zeros,
 )
 
-# A thread's, at most, so that two programs of 8 warps fit a processor: more are taken where the
-# compiler unrolls loops
+# The most of a thread, so that two programs of 8 warps fit a processor: where the compiler unrolls
+# loops, it would take more
 REGISTERS = 128
 
 
