@@ -67,9 +67,7 @@ class BakedLayer:
 
 @dataclass(frozen=True)
 class Stage:
-    """A choice of layers, those whose error is not above a threshold, judged on images that were
-    not fitted on.
-    """
+    """The layers whose error is at most a threshold, judged on images that were not fitted on."""
 
     threshold: float
     layers: int

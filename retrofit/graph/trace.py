@@ -197,9 +197,7 @@ class Tracer(fx.Tracer):
     def create_node(
         self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any
     ) -> fx.Node:
-        """Create a node, and note where the code under trace makes the call of a module or an
-        activation.
-        """
+        """Create a node, and note where the code calls the module or activation."""
         node = super().create_node(kind, target, args, kwargs, *rest, **options)
         if kind == "call_module":
             target = self.root.get_submodule(target)
@@ -309,9 +307,7 @@ def _only_allowed(callers: list[FrameType]) -> bool | None:
 
 @functools.lru_cache(maxsize=4096)
 def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]]:
-    """Return a function's steps, by offset, and the offsets of those that lead to a `raise`, with
-    no other way.
-    """
+    """Return a function's steps, by offset, and the offsets from which each way ends in a `raise`."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
     raising: set[int] = set()
     leads_to_raise = False
