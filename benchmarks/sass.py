@@ -1,6 +1,6 @@
 """Instructions an element of the Triton kernels, compiled for GPUs that are not here.
 
-    python benchmarks/sass.py [capability ...]
+    python benchmarks/sass.py [CAPABILITY ...]
 
 It needs triton, no GPU. A line is a launch: instructions an element in its loops over elements (and
 how many more where a set's power is near 0 and needs a series), registers, bytes of stack (spilled
@@ -11,10 +11,10 @@ instructions an element take 3.3 ps, the time in which 4 TB/s move 13 bytes.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -280,7 +280,11 @@ def print_all(label: str, launched: Iterable[tuple[str, Built]]) -> None:
 
 
 def main() -> None:
-    for capability in map(int, sys.argv[1:] or (80, 90, 100)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("capabilities", nargs="*", type=int, default=[80, 90, 100])
+    for capability in parser.parse_args().capabilities:
         for dtype in ("bf16", "fp32"):
             for name, layer in LAYERS.items():
                 codes = (
