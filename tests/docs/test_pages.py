@@ -243,6 +243,21 @@ def test_the_figures_of_readme_and_the_first_page_are_the_recorded_ones() -> Non
     )
 
 
+def test_the_gains_where_batchnorm_fits_are_the_recorded_ones() -> None:
+    rows = table("reproduce.md", "network", "5,000 pictures, 60 epochs")
+    plain, noise, both = (
+        rows[name] for name in ("BatchNorm", "BatchNorm with noise 0.4", "bnn, noise 0.4")
+    )
+    means = [f"{number(row[1]):.1f}%" for row in (both, noise, plain)]
+    of_transform = both[3].split(" / ")[0]
+    cells = *means[:2], of_transform, means[2]
+    guide = (ROOT / "docs" / "guides" / "normality.md").read_text()
+    assert f"5,000 images | {' | '.join(cells)} |" in guide
+    of_all, of_noise = (row[2].split(" / ")[0].lstrip("+") for row in (both, noise))
+    assert f"gains {of_noise} points" in guide
+    assert f"{of_all} points above it; the noise alone, {of_noise}." in PAGES[0].read_text()
+
+
 def test_the_times_of_readme_are_the_recorded_ones() -> None:
     parts = re.split("^#+ ", (RESULTS / "evidence.md").read_text(), flags=re.MULTILINE)
     row = r"^\| \**([^|*]+?)\** \|(?: [^|]* \|){5} (\d+) \|$"  # seconds of a run stand last
