@@ -134,9 +134,8 @@ def best_rate(rates: Sequence[float], middle: float, val: Callable[[float], floa
         middle: One of them.
         val: Gives what a rate reaches.
     """
-    start = rates.index(middle)
     reached: dict[int, float] = {}
-    places = [start, start - 1, start + 1]
+    places = [rates.index(middle)]
     while places:
         for place in places:
             reached[place] = val(rates[place])

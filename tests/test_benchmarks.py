@@ -153,15 +153,16 @@ def test_features_are_compared_as_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "tried"),
+    ("middle", "best", "tried"),
     [
-        (3e-4, {1e-4, 3e-4, 1e-3}),
-        (1e-3, {1e-4, 3e-4, 1e-3, 3e-3}),
-        (3e-5, {3e-5, 1e-4, 3e-4, 1e-3}),
+        (3e-4, 3e-4, {1e-4, 3e-4, 1e-3}),
+        (3e-4, 1e-3, {1e-4, 3e-4, 1e-3, 3e-3}),
+        (3e-4, 3e-5, {3e-5, 1e-4, 3e-4, 1e-3}),
+        (RATES[0], RATES[0], set(RATES[:2])),
     ],
 )
 def test_the_search_of_a_rate_goes_on_while_the_best_is_the_last(
-    best: float, tried: set[float]
+    middle: float, best: float, tried: set[float]
 ) -> None:
     seen = set()
 
@@ -169,7 +170,7 @@ def test_the_search_of_a_rate_goes_on_while_the_best_is_the_last(
         seen.add(rate)
         return -abs(math.log(rate / best))
 
-    assert harness.best_rate(RATES, 3e-4, val) == best
+    assert harness.best_rate(RATES, middle, val) == best
     assert seen == tried
 
 
