@@ -85,11 +85,6 @@ _TYPES = {
     "Seed": "*i32",
 }
 _NOISE = ("Seed",)
-_BACKWARD = (
-    norm_backward.gradient_sums_kernel,
-    norm_backward.gradient_kernel,
-    norm_backward.backward_kernel,
-)
 
 
 # Operations of a loop for a tile, by name: fractions where it takes several tiles at once
@@ -162,7 +157,8 @@ def built(
         constexprs={(names.index(name),): v for name, v in constants.items() if name in names},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
-    registers = norm_backward.REGISTERS if kernel in _BACKWARD else None
+    is_backward = kernel.fn.__module__ == norm_backward.__name__
+    registers = norm_backward.REGISTERS if is_backward else None
     options = launcher.launch_options(plan, registers)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     elements = plan.tile.rows * plan.tile.cols // (32 * options["num_warps"])
