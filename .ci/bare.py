@@ -50,7 +50,7 @@ def without_extras() -> None:
 def page(path: Path) -> None:
     """Run the Python blocks of a page one after the other."""
     create = timm.create_model
-    timm.create_model = lambda name, pretrained: create(name)  # nothing is downloaded here
+    timm.create_model = lambda name, pretrained, **options: create(name, **options)  # no download
     blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
     exec(compile("".join(blocks), path.name, "exec"), {"total_steps": 2})
 
