@@ -135,7 +135,6 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
     """Read tensors named as a network's arguments from a safetensors file."""
     if path is None:
         return None
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from retrofit.utils.files import ensure_readable
@@ -144,7 +143,8 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
     file = ensure_readable(path, "file of example inputs", advice=advice)
     try:
         return load_file(file)
-    except (OSError, SafetensorError) as error:
+    # torch raises anything on types and shapes that it does not have.
+    except Exception as error:
         raise RetrofitError(
             f"{path} holds no example inputs ({with_class(error)}); {advice}"
         ) from error

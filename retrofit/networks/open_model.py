@@ -139,20 +139,21 @@ def open_model(
         "img_size": img_size,
         "model_kwargs": model_kwargs,
     }
+    choices = {
+        "match": match,
+        "checkpoint_key": checkpoint_key,
+        "checkpoint_partial": checkpoint_partial,
+    }
     file = artifact.artifact_path(text)
     if file is not None:
-        _refuse_arguments(text, {"pretrained": pretrained, "checkpoint": checkpoint, **sizes})
+        weights = {"pretrained": pretrained, "checkpoint": checkpoint, **choices}
+        _refuse_arguments(text, {**weights, **sizes})
         return _open_artifact(str(file), network)
     if network is not None:
         raise UsageError(
             f"`network` builds what an artifact of your own network holds; {text} is none, drop it"
         )
     _check_weights_arguments(pretrained, checkpoint, model_kwargs)
-    choices = {
-        "match": match,
-        "checkpoint_key": checkpoint_key,
-        "checkpoint_partial": checkpoint_partial,
-    }
     if checkpoint is None:
         _refuse_choices(choices)
     source = with_options(parse(text), **sizes)
@@ -183,7 +184,12 @@ def open_model(
 
 def _refuse_arguments(text: str, arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that say anew what an artifact holds."""
-    passed = [f"`{name}`" for name, value in arguments.items() if value not in (None, False)]
+    passed = [
+        f"`{name}`"
+        for name, value in arguments.items()
+        # By identity: 0 == False, and `num_classes` may be 0.
+        if value is not None and value is not False
+    ]
     if passed:
         raise UsageError(
             f"{text} is an artifact with its own weights and sizes; drop {', '.join(passed)}"

@@ -30,6 +30,7 @@ from retrofit.cli.console import in_flags
 from retrofit.errors import RetrofitError, UsageError
 from tests.cli.conftest import Run, Start, answer, complaint, done
 from tests.networks import mynet
+from tests.networks.conftest import shape_beyond_torch
 from tests.pictures import write_folder
 
 PACKAGE = Path(retrofit.__file__).parent
@@ -447,9 +448,11 @@ def test_a_network_of_two_inputs_is_compared_on_those_of_a_file(run: Run) -> Non
     export = ("export", "two-Two-ln.safetensors", "--network", "py:two:Two", "-o", "two.onnx")
     assert "--inputs" in complaint(run(*export))
     assert answer(run(*export, "--inputs", "inputs.safetensors", "--json"))["parity"]["passed"]
+    shape_beyond_torch(Path("odd.safetensors"))
     Path("none.safetensors").write_bytes(b"")
-    refused = run(*words, "--inputs", "none.safetensors", "--force")
-    assert "none.safetensors holds no example inputs" in complaint(refused)
+    for name in ("odd.safetensors", "none.safetensors"):
+        refused = run(*words, "--inputs", name, "--force")
+        assert f"{name} holds no example inputs" in complaint(refused)
     os.mkfifo("pipe.safetensors")
     refused = run(*words, "--inputs", "pipe.safetensors", "--force")
     assert "pipe.safetensors is a pipe or a device" in complaint(refused)

@@ -2,7 +2,9 @@
 back.
 """
 
+import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,13 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], ob
     change(manifest, tensors)
     manifest["checksum"] = checksum(tensors)
     save_file(tensors, path, metadata={"format": "pt", "retrofit": seal(manifest)})
+
+
+def shape_beyond_torch(path: Path) -> None:
+    """Write a safetensors file with a shape that safetensors takes and torch does not."""
+    entry = {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]}
+    header = json.dumps({"a": entry}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
 
 
 def refused(

@@ -16,7 +16,13 @@ from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.networks.checkpoint import read_checkpoint
-from tests.networks.conftest import refused, same_tensors, small_state, under
+from tests.networks.conftest import (
+    refused,
+    same_tensors,
+    shape_beyond_torch,
+    small_state,
+    under,
+)
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pth.tar", "old.pth"])
@@ -142,6 +148,7 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.safetensors", os.mkfifo, "is a pipe or a device"),
     ("a.pth", _cut, "not a whole checkpoint"),
     ("a.safetensors", _cut, "not a whole safetensors"),
+    ("a.safetensors", shape_beyond_torch, "not a whole safetensors.*Overflow"),
     ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
     ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "save weights as .safetensors or .pth"),
     ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),

@@ -150,6 +150,13 @@ def test_a_pipe_in_a_local_folder_is_not_waited_for(tmp_path: Path, name: str) -
             UsageError,
             "drop `checkpoint`, `num_classes`",
         ),
+        (
+            "a.safetensors",
+            {"match": "order", "checkpoint_key": "model", "checkpoint_partial": True},
+            UsageError,
+            "drop `match`, `checkpoint_key`, `checkpoint_partial`",
+        ),
+        ("a.safetensors", {"num_classes": 0}, UsageError, "drop `num_classes`"),
         ("resnet18", {"pretrained": True, "checkpoint": "x.pth"}, UsageError, "pass one of them"),
         ("resnet18", {"num_classes": -1}, UsageError, "`num_classes=-1` is out of range"),
         ("tv:resnet18", {"in_chans": 1}, UsageError, "has no `in_chans`"),
