@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from retrofit.graph import recognition
 from retrofit.graph.sites import Activation, Site
-from retrofit.graph.source_code import RewriteError, code_in, file_tree
+from retrofit.graph.source_code import RewriteError, code_in, file_tree, future_flags
 
 
 class _Edit(NamedTuple):
@@ -220,7 +220,8 @@ def _rewritten_method(base: type[nn.Module], method: str, edits: list[_Edit]) ->
     tree = ast.fix_missing_locations(replacement.visit(file_tree(code)))
     if replacement.pending:
         raise RewriteError(f"{replacement.label} is no expression of its own")
-    new = code_in(compile(tree, code.co_filename, "exec", dont_inherit=True), code)
+    file = compile(tree, code.co_filename, "exec", future_flags(code), dont_inherit=True)
+    new = code_in(file, code)
     assert new is not None
     return _with_code(function, new)
 

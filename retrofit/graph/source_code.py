@@ -12,9 +12,6 @@ from types import CodeType, FunctionType
 
 from retrofit.errors import RetrofitError
 
-# Of `from __future__ import annotations`, which may stand in an earlier cell of a notebook.
-_ANNOTATIONS = annotations.compiler_flag
-
 
 class RewriteError(RetrofitError):
     """A block's code cannot be rewritten; the message is the reason."""
@@ -27,7 +24,7 @@ def file_tree(code: CodeType) -> ast.Module:
     """
     try:
         source = "".join(inspect.findsource(code)[0])
-        compiled = code_in(_compiled(source, code.co_filename, code.co_flags & _ANNOTATIONS), code)
+        compiled = code_in(_compiled(source, code.co_filename, future_flags(code)), code)
     except (OSError, TypeError, SyntaxError):
         raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
     if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
@@ -35,6 +32,13 @@ def file_tree(code: CodeType) -> ast.Module:
             f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed"
         )
     return ast.parse(source)
+
+
+def future_flags(code: CodeType) -> int:
+    """The flag of `from __future__ import annotations` that a function was compiled with: the import
+    may stand in an earlier cell of a notebook, and not in the function's source.
+    """
+    return code.co_flags & annotations.compiler_flag
 
 
 @functools.lru_cache(maxsize=8)

@@ -267,6 +267,16 @@ def test_the_source_must_be_what_runs(flags: int, tmp_path: Path) -> None:
     assert torch.equal(model(X), torch.tanh(model.bn1(model.conv1(X))))
 
 
+def test_annotations_that_were_postponed_stay_so(tmp_path: Path) -> None:
+    file, names = tmp_path / "annotated.py", {"__name__": "annotated"}
+    source = SOURCE.replace("        return", "        def inner(y: Unknown): ...\n        return")
+    file.write_text(source)
+    exec(compile(source, str(file), "exec", __future__.annotations.compiler_flag), names)
+    model: Any = names["Written"]().eval()
+    replace_activation(model, direct(model)[0], nn.Tanh(), "new")
+    assert torch.equal(model(X), torch.tanh(model.bn1(model.conv1(X))))
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_what_fails_later_leaves_the_graph(name: str) -> None:
     source, model = pair(name)
