@@ -19,8 +19,8 @@ from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
 # The names of the functions and methods whose calls are one step. Other steps are norm, activation,
-# linear, convolution, module, call, constant, input and output. A sum or product with constants
-# counts as a constant.
+# linear, convolution, module, call, constant (a parameter or buffer), rescaling (a sum or product of
+# one value and constants), input and output.
 _NAMES_OF = {
     "metadata": " ".join(recognition.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
@@ -45,9 +45,9 @@ _STEP_OF_CLASS = {
     nn.Unflatten: "shape",
 }
 # Steps that mix no channels, on the way from a value to its mean pooling.
-_TO_POOL = {"same", "shape", "concatenation", "constant"}
+_TO_POOL = {"same", "shape", "concatenation", "rescaling"}
 # Steps of a squeeze-excite: from its pooling to a node inside it, and from there to its product.
-_IN_GATE = {"same", "shape", "constant", "convolution", "linear", "norm", "activation", "addition"}
+_IN_GATE = {"same", "shape", "rescaling", "convolution", "linear", "norm", "activation", "addition"}
 _OUT_OF_GATE = {*_IN_GATE, "spread", "module"}
 
 
@@ -102,6 +102,9 @@ class Flow:
 
     def producer(self, node: fx.Node) -> fx.Node | None:
         """The node that produces the input of a step with one input; None if no node does."""
+        # A rescaling may have its input behind the constant, as in `2 * x`.
+        if self.steps[node] == "rescaling":
+            return next(iter(_operands(node)), None)
         producer = node.args[0] if node.args else node.kwargs.get("input")
         if isinstance(producer, fx.Node):
             return producer
@@ -279,11 +282,16 @@ def _call_step(node: fx.Node) -> str:
     if name == "mean":
         return _mean_step(_second_argument(node, "dim"))
     if step in ("addition", "product"):
-        values = [a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"]
-        if len(values) > 1:
+        if len(_operands(node)) > 1:
             return step
-        return "constant"
+        return "rescaling"
     return step
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The values that a sum or product takes, without numbers, parameters and buffers."""
+    arguments = (*node.args, *node.kwargs.values())
+    return [a for a in arguments if isinstance(a, fx.Node) and a.op != "get_attr"]
 
 
 def _second_argument(node: fx.Node, name: str) -> Any:

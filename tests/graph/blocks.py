@@ -258,6 +258,18 @@ class Gate(nn.Module):  # a squeeze-excite with a norm, and a sigmoid gate after
         return x * self.gate(self.bn_gate(self.conv(x)))
 
 
+class RescaledGate(Gate):  # a squeeze-excite whose operands stand elsewhere than in `Gate`
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(x)
+        pooled = self.scale * (1 + 2 * x.mean((2, 3), keepdim=True))
+        weight = self.fc2(self.act(self.bn_se(self.fc1(pooled))))
+        return torch.mul(x, other=weight.sigmoid())
+
+
 class Wrapped(nn.Module):
     """An activation in a module of its own, with a buffer, so that a replacement shows in the state
     dict.

@@ -261,6 +261,8 @@ def test_squeeze_excite_and_gates() -> None:
     found = {site.norm: site for site in find_sites(blocks.Gate(), is_bn).sites}
     assert [name for name, site in found.items() if site.in_squeeze_excite] == ["bn_se"]
     assert found["bn_gate"].reason == "feeds a gate: Sigmoid gate"
+    rescaled = find_sites(blocks.RescaledGate(), is_bn).sites
+    assert [site.norm for site in rescaled if site.in_squeeze_excite] == ["bn_se"]
     left = {left.name: left.reason for left in find_sites(tv.mobilenet_v3_small(), is_bn).unmatched}
     assert left["features.1.block.1.activation"] == "inside a squeeze-excite"
 
