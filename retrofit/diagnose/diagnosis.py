@@ -29,7 +29,7 @@ from retrofit.diagnose.perturbations import (
     under_attack,
 )
 from retrofit.errors import RetrofitError
-from retrofit.graph.sites import find_sites
+from retrofit.graph.norm_sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
 from retrofit.layers import ProxyNorm
 from retrofit.layers.normality_mixin import lambda_values
@@ -298,7 +298,7 @@ def _follow_activations(model: nn.Module, observers: "list[_Observer]") -> None:
     """Give each observer the activation that directly follows its layer."""
     by_layer = {observer.probe.layer: observer for observer in observers}
     for site in find_sites(model, by_layer.__contains__).sites:
-        if site.places == 1 and site.activation is not None:
+        if site.call_count == 1 and site.activation is not None:
             norm = model.get_submodule(site.norm)
             by_layer[norm].activation = site.activation.module
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Where steps that move whole channels put them."""
+"""Channels through transposes, permutations and reshapes: into which dimension a step puts them."""
 
 from collections.abc import Sequence
 from typing import Any

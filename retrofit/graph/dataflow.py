@@ -51,15 +51,139 @@ _IN_GATE = {"same", "shape", "rescaling", "convolution", "linear", "norm", "acti
 _OUT_OF_GATE = {*_IN_GATE, "spread", "module"}
 
 
-def reached(start: fx.Node, neighbors: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Return a node and all nodes to which `neighbors` leads from it, step by step."""
-    seen: set[fx.Node] = set()
-    pending = [start]
-    while pending:
-        if (node := pending.pop()) not in seen:
-            seen.add(node)
-            pending += neighbors(node)
-    return seen
+class Flows:
+    """All paths through a model, and the modules that they call and read.
+
+    The model is traced in evaluation, and in training where its code may do something else then. If
+    it cannot be traced whole, its largest parts that can be are traced. Parts without a norm asked
+    for are not.
+
+    A part that fx cannot enter, or that branches often on values, is a single node in its caller's
+    graph. If it holds norms, it has graphs of its own too. Tracing needs no input, works on the
+    meta device, and leaves the model as it was.
+    """
+
+    def __init__(
+        self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
+    ) -> None:
+        self.is_norm = is_norm
+        self.names = {module: name for name, module in model.named_modules()}
+        # What each module holds, and itself.
+        self.inside = {module: set(module.modules()) for module in self.names}
+        # What could not be traced, with the reason in one line.
+        self.failures: dict[nn.Module, str] = {}
+        # The traces by mode (True is training) and module.
+        self._traces: dict[tuple[bool, nn.Module], list[Tracer]] = defaultdict(list)
+        # Parts with so many branches that they are one node in their caller's graph.
+        self._branching: set[nn.Module] = set()
+        self._covered: set[nn.Module] = set()
+        # Code that is traced writes to no parameter or buffer.
+        tensors = chain(model.parameters(), model.buffers())
+        self._snapshot = Snapshot(model, unwritten=tensors)
+        self._snapshot.empty_caches()
+        try:
+            with random_states_kept(torch.device("cpu")), reads_of_mode() as self._readers:
+                self._trace_all(model)
+        finally:
+            self._snapshot.restore()
+        # The paths of evaluation come first.
+        ordered = sorted(self._traces, key=lambda key: key[0])
+        self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
+        # The calls of each module that is called.
+        self.calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
+        for flow in self.flows:
+            for node, module in flow.modules.items():
+                self.calls[module].append((flow, node))
+        # The modules whose parameters or buffers another module's code reads.
+        self.read = {owner for flow in self.flows for owner in flow.read_modules()}
+
+    def label(self, module: nn.Module) -> str:
+        """A module's class and name."""
+        return f"{type(module).__name__} {self.names[module]}".rstrip()
+
+    def _trace_all(self, model: nn.Module) -> None:
+        norms = set(filter(self.is_norm, self.names))
+        self.activations = set(filter(recognition.is_activation, self.names))
+        self._leaves = norms | self.activations | set(filter(recognition.is_leaf, self.names))
+        holders = {module for module in self.names if self.inside[module] & norms}
+        self.traceable = holders - norms
+        self._cover(model)
+
+    def _cover(self, module: nn.Module) -> None:
+        """Trace a module, and what it calls; its children where it cannot be traced."""
+        if module not in self.traceable or module in self._covered:
+            return
+        self._covered.add(module)
+        self._trace(module, training=False)
+        if module not in self.failures and self._modes_differ(module):
+            self._trace(module, training=True)
+        paths = [*self._traces[False, module], *self._traces[True, module]]
+        for path in paths:
+            self._drop_if_called_with_options(path)
+        called: list[Any] = [place.target for path in paths for place in path.places.values()]
+        if module in self.failures:
+            called += module.children()
+        for part in called:
+            self._cover(part)
+
+    def _drop_if_called_with_options(self, path: Tracer) -> None:
+        """Drop the traces of a branching part that is called with optional arguments: they were
+        made without.
+        """
+        for node, place in path.places.items():
+            part = place.target
+            if part in self._branching and not _takes_defaults(part, node):
+                self._covered.add(part)
+                self._traces[False, part] = []
+                self._traces[True, part] = []
+                self.failures[part] = "it branches on values, and takes optional arguments"
+
+    def _trace(self, module: nn.Module, training: bool) -> None:
+        """Trace a module in one mode, or say why it cannot be."""
+        if not recognition.has_forward(module):
+            self.failures[module] = "it has no forward"
+            return
+        try:
+            self._traces[training, module] = self._paths(module, training)
+        # A model's own code may raise anything.
+        except Exception as error:
+            self.failures[module] = with_class(error).split(". ")[0]
+
+    def _paths(self, module: nn.Module, training: bool) -> list[Tracer]:
+        """Trace a module on all its paths; a part with too many branches becomes a single node."""
+        self._readers.clear()
+        try:
+            return traced(module, training, self._leaves.__contains__, self._snapshot)
+        except BranchingPartsError as error:
+            self._branching |= error.parts
+            self._leaves |= error.parts
+            return self._paths(module, training)
+
+    def _modes_differ(self, module: nn.Module) -> bool:
+        """Whether a module that was just traced in evaluation may do something else in training:
+        its code read the mode, or a class in it overrides how the mode is set.
+        """
+        if self._readers:
+            return True
+        return any(
+            getattr(type(part), name) is not getattr(nn.Module, name)
+            for part in self.inside[module]
+            for name in ("train", "eval", "training")
+        )
+
+
+def _takes_defaults(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a call gives values for a module's required arguments, and no others."""
+    signature = inspect.signature(module.forward)
+    arguments = signature.bind(*node.args, **node.kwargs).arguments
+    return all(_is_default(signature.parameters[name], value) for name, value in arguments.items())
+
+
+def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
+    """Whether an argument is what a trace of its module alone passes."""
+    if parameter.default is inspect.Parameter.empty:
+        return isinstance(value, fx.Node)
+    return value is parameter.default
 
 
 class Flow:
@@ -70,7 +194,7 @@ class Flow:
     node. `places`, `variables`, `returned` and `size` are those of the `Tracer`.
     """
 
-    def __init__(self, trace: Tracer, flows: "Flows") -> None:
+    def __init__(self, trace: Tracer, flows: Flows) -> None:
         self.module = trace.root
         self.graph = trace.graph
         self.places = trace.places
@@ -176,9 +300,9 @@ class Flow:
         """Whether no layer but dropout, reshaping or squeeze-excite lies between `node` and the
         final mean pooling.
         """
-        following = self._only_follower(node)
+        following = self._only_consumer(node)
         while following is not None and self.steps[following] in (*_TO_POOL, "product"):
-            following = self._only_follower(following)
+            following = self._only_consumer(following)
         if following is None:
             return False
         step = self.steps[following]
@@ -188,7 +312,7 @@ class Flow:
         """Whether a norm comes behind a window, which then is not the final pooling."""
         return any(self.steps[later] == "norm" for later in reached(node, self.consumers))
 
-    def _only_follower(self, node: fx.Node) -> fx.Node | None:
+    def _only_consumer(self, node: fx.Node) -> fx.Node | None:
         """The only consumer of a value; None if there are several.
 
         A squeeze-excite consumes its input twice, to pool it and to scale it: there the product
@@ -243,10 +367,10 @@ class Flow:
         if node.op in ("call_function", "call_method"):
             return _call_step(node)
         if node.op == "call_module":
-            return self._module_step(self.modules[node])
+            return self._step_of_module(self.modules[node])
         return {"output": "output", "placeholder": "input"}.get(node.op, "constant")
 
-    def _module_step(self, module: nn.Module) -> str:
+    def _step_of_module(self, module: nn.Module) -> str:
         """The step that a call of a module is."""
         if self._flows.is_norm(module) or recognition.is_norm(module):
             return "norm"
@@ -258,10 +382,10 @@ class Flow:
             return _pool_step(module.output_size)
         if recognition.is_drop(module):
             return "same"
-        return _step_of_module(module)
+        return _step_by_class(module)
 
 
-def _step_of_module(module: nn.Module) -> str:
+def _step_by_class(module: nn.Module) -> str:
     steps = (step for cls, step in _STEP_OF_CLASS.items() if isinstance(module, cls))
     return next(steps, "module")
 
@@ -314,136 +438,12 @@ def _pool_step(output_size: Any) -> str:
     return "window"
 
 
-class Flows:
-    """All paths through a model, and the modules that they call and read.
-
-    The model is traced in evaluation, and in training where its code may do something else then. If
-    it cannot be traced whole, its largest parts that can be are traced. Parts without a norm asked
-    for are not.
-
-    A part that fx cannot enter, or that branches often on values, is a single node in its caller's
-    graph. If it holds norms, it has graphs of its own too. Tracing needs no input, works on the
-    meta device, and leaves the model as it was.
-    """
-
-    def __init__(
-        self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
-    ) -> None:
-        self.is_norm = is_norm
-        self.names = {module: name for name, module in model.named_modules()}
-        # What each module holds, and itself.
-        self.inside = {module: set(module.modules()) for module in self.names}
-        # What could not be traced, with the reason in one line.
-        self.failures: dict[nn.Module, str] = {}
-        # By mode (True is training) and module.
-        self._traces: dict[tuple[bool, nn.Module], list[Tracer]] = defaultdict(list)
-        # Parts with so many branches that they are one node in their caller's graph.
-        self._branching: set[nn.Module] = set()
-        self._covered: set[nn.Module] = set()
-        # Code that is traced writes to no parameter or buffer.
-        tensors = chain(model.parameters(), model.buffers())
-        self._snapshot = Snapshot(model, unwritten=tensors)
-        self._snapshot.empty_caches()
-        try:
-            with random_states_kept(torch.device("cpu")), reads_of_mode() as self._readers:
-                self._trace_all(model)
-        finally:
-            self._snapshot.restore()
-        # Those of evaluation come first.
-        ordered = sorted(self._traces, key=lambda key: key[0])
-        self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
-        # The calls of each module that is called.
-        self.calls: dict[nn.Module, list[tuple[Flow, fx.Node]]] = defaultdict(list)
-        for flow in self.flows:
-            for node, module in flow.modules.items():
-                self.calls[module].append((flow, node))
-        # The modules whose parameters or buffers another module's code reads.
-        self.read = {owner for flow in self.flows for owner in flow.read_modules()}
-
-    def label(self, module: nn.Module) -> str:
-        """A module's class and name."""
-        return f"{type(module).__name__} {self.names[module]}".rstrip()
-
-    def _trace_all(self, model: nn.Module) -> None:
-        norms = set(filter(self.is_norm, self.names))
-        self.activations = set(filter(recognition.is_activation, self.names))
-        self._leaves = norms | self.activations | set(filter(recognition.is_leaf, self.names))
-        holders = {module for module in self.names if self.inside[module] & norms}
-        self.traceable = holders - norms
-        self._cover(model)
-
-    def _cover(self, module: nn.Module) -> None:
-        """Trace a module, and what it calls; its children where it cannot be traced."""
-        if module not in self.traceable or module in self._covered:
-            return
-        self._covered.add(module)
-        self._trace(module, training=False)
-        if module not in self.failures and self._modes_differ(module):
-            self._trace(module, training=True)
-        paths = [*self._traces[False, module], *self._traces[True, module]]
-        for path in paths:
-            self._drop_if_called_with_options(path)
-        called: list[Any] = [place.target for path in paths for place in path.places.values()]
-        if module in self.failures:
-            called += module.children()
-        for part in called:
-            self._cover(part)
-
-    def _drop_if_called_with_options(self, path: Tracer) -> None:
-        """Drop the traces of a branching part that is called with optional arguments: they were
-        made without.
-        """
-        for node, place in path.places.items():
-            part = place.target
-            if part in self._branching and not _takes_defaults(part, node):
-                self._covered.add(part)
-                self._traces[False, part] = []
-                self._traces[True, part] = []
-                self.failures[part] = "it branches on values, and takes optional arguments"
-
-    def _trace(self, module: nn.Module, training: bool) -> None:
-        """Trace a module in one mode, or say why it cannot be."""
-        if not recognition.has_forward(module):
-            self.failures[module] = "it has no forward"
-            return
-        try:
-            self._traces[training, module] = self._paths(module, training)
-        # A model's own code may raise anything.
-        except Exception as error:
-            self.failures[module] = with_class(error).split(". ")[0]
-
-    def _paths(self, module: nn.Module, training: bool) -> list[Tracer]:
-        """Trace a module on all its paths; a part with too many branches becomes a single node."""
-        self._readers.clear()
-        try:
-            return traced(module, training, self._leaves.__contains__, self._snapshot)
-        except BranchingPartsError as error:
-            self._branching |= error.parts
-            self._leaves |= error.parts
-            return self._paths(module, training)
-
-    def _modes_differ(self, module: nn.Module) -> bool:
-        """Whether a module that was just traced in evaluation may do something else in training:
-        its code read the mode, or a class in it overrides how the mode is set.
-        """
-        if self._readers:
-            return True
-        return any(
-            getattr(type(part), name) is not getattr(nn.Module, name)
-            for part in self.inside[module]
-            for name in ("train", "eval", "training")
-        )
-
-
-def _takes_defaults(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a call gives values for a module's required arguments, and no others."""
-    signature = inspect.signature(module.forward)
-    arguments = signature.bind(*node.args, **node.kwargs).arguments
-    return all(_is_default(signature.parameters[name], value) for name, value in arguments.items())
-
-
-def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
-    """Whether an argument is what a trace of its module alone passes."""
-    if parameter.default is inspect.Parameter.empty:
-        return isinstance(value, fx.Node)
-    return value is parameter.default
+def reached(start: fx.Node, neighbors: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Return a node and all nodes to which `neighbors` leads from it, step by step."""
+    seen: set[fx.Node] = set()
+    pending = [start]
+    while pending:
+        if (node := pending.pop()) not in seen:
+            seen.add(node)
+            pending += neighbors(node)
+    return seen

@@ -224,7 +224,7 @@ def _module_class(target: Any) -> Any:
     name = target
     if not isinstance(target, str):
         name = getattr(target, "__name__", "")
-    # Builtins and strings have none.
+    # torch's builtin functions and the names of methods have no module.
     home = getattr(target, "__module__", None) or "torch"
     if f"{home}.".startswith("torch."):
         return _FUNCTIONS.get(name.replace("_", ""))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from torch import fx, nn
 
 from retrofit.graph import recognition
-from retrofit.graph.sites import Activation, Site
+from retrofit.graph.norm_sites import Activation, Site
 from retrofit.graph.source_code import RewriteError, code_in, file_tree, future_flags
 
 
@@ -68,8 +68,8 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
         model.set_submodule(act.name, module)
     else:
         child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
-        if site.places > 1:
-            child += f"_{site.place}"
+        if site.call_count > 1:
+            child += f"_{site.call_index}"
         block: Any = model.get_submodule(act.owner)
         for name, value in _changes(block, act, child, module).items():
             setattr(block, name, value)
@@ -93,11 +93,13 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     """
     place = act.place
     assert place is not None
+    # The entry of a Sequential has a name, and code that calls it.
     if isinstance(place.at, str) and place.code is not None:
         return {place.at: module}
     if hasattr(block, child):
         label = f"{type(block).__name__} {act.owner}".rstrip()
         raise RewriteError(f"{label} already has an attribute {child}")
+    # The node of a graph has a name, and no code.
     if place.code is None or isinstance(place.at, str):
         return {child: module, **_rewired(block, str(place.at), child)}
     cls = _edited_class(block, act, place.code, place.at, child)
@@ -260,11 +262,12 @@ class _Replacement(ast.NodeTransformer):
         end = (node.end_lineno or 0) - self.first_line, node.end_col_offset
         new: ast.expr = node
         for edit in [edit for edit in self.pending if edit.end == end]:
-            child = self._call(edit.child, self._input(edit, node))
+            child_call = self._call(edit.child, self._input(edit, node))
             condition = self._condition(edit, node.func)
-            replacement: ast.expr = child
+            replacement: ast.expr = child_call
+            # One call may serve several norms: each edit tests for its own, and else does as before.
             if condition is not None:
-                replacement = ast.IfExp(condition, child, new)
+                replacement = ast.IfExp(condition, child_call, new)
             new = ast.copy_location(replacement, node)
         self.pending = [edit for edit in self.pending if edit.end != end]
         return new

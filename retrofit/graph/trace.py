@@ -20,13 +20,14 @@ from retrofit.utils.forward_pass import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# In the code of a function, what does nothing.
+# Instructions that do nothing.
 _NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP", "RESUME")
 # The most conditions on values on one path, so that a block has 64 paths at most; and the most of
 # these that may stand in the code of its parts.
 _CONDITIONS = 6
 _CONDITIONS_OF_PARTS = 2
-# Stand for a value that the code under trace turns into a number.
+# What a value becomes where the code under trace turns it into a number: an even and an odd size, as
+# code that pads asks for either.
 _SIZES = (64, 63)
 _MACHINERY = (
     "torch.fx.",
@@ -60,6 +61,96 @@ class Place(NamedTuple):
     target: Any
     code: CodeType | None
     at: tuple[int, int] | str
+
+
+def traced(
+    module: nn.Module, training: bool, is_leaf: Callable[[nn.Module], bool], snapshot: Snapshot
+) -> "list[Tracer]":
+    """Trace a module in one mode, on every path that its conditions on values allow.
+
+    Args:
+        module: The module, which is left as it was.
+        training: Whether it is traced in training mode.
+        is_leaf: Whether a module's call is one node.
+        snapshot: Of the module, or of the network that holds it.
+
+    Returns:
+        A trace for each path that can be taken: one that ends in an error of the code's own
+        (`raise`, `assert`), or in a name or value that the path leaves unset, cannot.
+
+    Raises:
+        Exception: What the code raises under trace, unless it ends only some of the paths by an
+            error of its own.
+    """
+    paths: list[Tracer] = []
+    refusals: list[Exception] = []
+    pending: list[tuple[bool, ...]] = [()]
+    while pending:
+        tracer = Tracer(is_leaf, pending.pop())
+        snapshot.empty_caches()
+        try:
+            # Code under trace warns about proxies, not about the model.
+            with modes_kept(module), warnings.catch_warnings(action="ignore"):
+                module.train(training)
+                tracer.trace(module)
+        except Exception as error:
+            if not tracer.conditions or not _ends_a_path(error):
+                raise
+            refusals.append(error)
+        else:
+            paths.append(tracer)
+        finally:
+            # No path meets the values of another.
+            snapshot.restore()
+        pending += tracer.others
+    if not paths:
+        raise refusals[0]
+    return paths
+
+
+def _ends_a_path(error: Exception) -> bool:
+    """Whether the code under trace would raise an exception for real values too."""
+    # No branch has set the variable, or returned a value: neither is a value under trace.
+    if isinstance(error, UnboundLocalError):
+        return True
+    if isinstance(error, AttributeError) and error.name is not None and error.obj is None:
+        return True
+    return _is_raised_by_code(error)
+
+
+def _is_raised_by_code(error: Exception) -> bool:
+    """Whether the code under trace raised an exception itself, with `raise` or `assert`."""
+    last: Any = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    is_of_the_code = not last.tb_frame.f_globals.get("__name__", "").startswith(_MACHINERY)
+    return (
+        is_of_the_code and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    )
+
+
+@contextlib.contextmanager
+def reads_of_mode() -> Iterator[list[nn.Module]]:
+    """Note each module whose `training` code reads meanwhile, but for that of `modes_kept`."""
+    readers: list[nn.Module] = []
+
+    def read(module: Any) -> bool:
+        if sys._getframe(1).f_globals["__name__"] != modes_kept.__module__:
+            readers.append(module)
+        if "training" in vars(module):
+            return bool(vars(module)["training"])
+        # One of TorchScript holds it elsewhere.
+        return bool(module.__getattr__("training"))
+
+    def write(module: nn.Module, training: bool) -> None:
+        vars(module)["training"] = training
+
+    cls: Any = nn.Module
+    cls.training = property(read, write)
+    try:
+        yield readers
+    finally:
+        del cls.training
 
 
 class _Value(fx.Proxy):
@@ -112,7 +203,7 @@ class Tracer(fx.Tracer):
         self.conditions = 0
         # The parts whose code met them, for each of their conditions.
         self.branching: list[nn.Module] = []
-        # The answers to conditions that ask for sizes and types alone, by question.
+        # The answers, by question, to conditions that ask for sizes and types alone.
         self.answers: dict[str, bool] = {}
         # The decisions that lead to the paths that branch off this one.
         self.others: list[tuple[bool, ...]] = []
@@ -150,6 +241,7 @@ class Tracer(fx.Tracer):
         return self.decisions[self.conditions - 1]
 
     def _branch_off(self) -> None:
+        # Once a part branches, the trace goes on past the limit: `trace` names all parts that do.
         if self.conditions >= _CONDITIONS and not self.branching:
             raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")
         self.others.append((*self.decisions, True))
@@ -357,93 +449,3 @@ def _assigned_name(caller: FrameType) -> str:
     steps = dis.get_instructions(caller.f_code)
     after = (step for step in steps if step.offset > caller.f_lasti)
     return str(next(step.argval for step in after if step.opname == "STORE_FAST"))
-
-
-@contextlib.contextmanager
-def reads_of_mode() -> Iterator[list[nn.Module]]:
-    """Note each module whose `training` code reads meanwhile, but for that of `modes_kept`."""
-    readers: list[nn.Module] = []
-
-    def read(module: Any) -> bool:
-        if sys._getframe(1).f_globals["__name__"] != modes_kept.__module__:
-            readers.append(module)
-        if "training" in vars(module):
-            return bool(vars(module)["training"])
-        # One of TorchScript holds it elsewhere.
-        return bool(module.__getattr__("training"))
-
-    def write(module: nn.Module, training: bool) -> None:
-        vars(module)["training"] = training
-
-    cls: Any = nn.Module
-    cls.training = property(read, write)
-    try:
-        yield readers
-    finally:
-        del cls.training
-
-
-def traced(
-    module: nn.Module, training: bool, is_leaf: Callable[[nn.Module], bool], snapshot: Snapshot
-) -> list[Tracer]:
-    """Trace a module in one mode, on every path that its conditions on values allow.
-
-    Args:
-        module: The module, which is left as it was.
-        training: Whether it is traced in training mode.
-        is_leaf: Whether a module's call is one node.
-        snapshot: Of the module, or of the network that holds it.
-
-    Returns:
-        A trace for each path that can be taken: one that ends in an error of the code's own
-        (`raise`, `assert`), or in a name or value that the path leaves unset, cannot.
-
-    Raises:
-        Exception: What the code raises under trace, unless it ends only some of the paths by an
-            error of its own.
-    """
-    paths: list[Tracer] = []
-    refusals: list[Exception] = []
-    pending: list[tuple[bool, ...]] = [()]
-    while pending:
-        tracer = Tracer(is_leaf, pending.pop())
-        snapshot.empty_caches()
-        try:
-            # Code under trace warns about proxies, not about the model.
-            with modes_kept(module), warnings.catch_warnings(action="ignore"):
-                module.train(training)
-                tracer.trace(module)
-        except Exception as error:
-            if not tracer.conditions or not _ends_a_path(error):
-                raise
-            refusals.append(error)
-        else:
-            paths.append(tracer)
-        finally:
-            # No path meets the values of another.
-            snapshot.restore()
-        pending += tracer.others
-    if not paths:
-        raise refusals[0]
-    return paths
-
-
-def _ends_a_path(error: Exception) -> bool:
-    """Whether the code under trace would raise an exception for real values too."""
-    # No branch has set the variable, or returned a value: neither is a value under trace.
-    if isinstance(error, UnboundLocalError):
-        return True
-    if isinstance(error, AttributeError) and error.name is not None and error.obj is None:
-        return True
-    return _is_raised_by_code(error)
-
-
-def _is_raised_by_code(error: Exception) -> bool:
-    """Whether the code under trace raised an exception itself, with `raise` or `assert`."""
-    last: Any = error.__traceback__
-    while last.tb_next is not None:
-        last = last.tb_next
-    is_of_the_code = not last.tb_frame.f_globals.get("__name__", "").startswith(_MACHINERY)
-    return (
-        is_of_the_code and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    )

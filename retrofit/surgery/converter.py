@@ -12,8 +12,8 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
+from retrofit.graph.norm_sites import Site, Sites, find_sites
 from retrofit.graph.rewrite import rewrite_problem
-from retrofit.graph.sites import Site, Sites, find_sites
 from retrofit.registry import target_named
 from retrofit.surgery.norm_layers import NormLayer, classify
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
@@ -147,7 +147,7 @@ def _activation_row(
         "left",
         problem,
         norm=site.norm,
-        place=site.place,
+        place=site.call_index,
     )
     if problem:
         return row

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.graph.sites import Site, Sites
+from retrofit.graph.norm_sites import Site, Sites
 from retrofit.layers import ProxyNorm
 from retrofit.record import network_in, plans_of, set_record, unwrapped
 from retrofit.surgery import bypass_guards
@@ -141,7 +141,7 @@ def _sites_by_place(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Si
     """Return the sites by norm and place; refuse a plan for an activation that is absent."""
     if sites is None:
         return {}
-    sites_by_place = {(site.norm, site.place): site for site in sites.sites}
+    sites_by_place = {(site.norm, site.call_index): site for site in sites.sites}
     followed = {place for place, site in sites_by_place.items() if site.activation is not None}
     lost = plan.proxied - followed
     if lost:

@@ -12,7 +12,7 @@ from torch import nn
 
 from retrofit.conversion_options import ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.graph.sites import Sites
+from retrofit.graph.norm_sites import Sites
 from retrofit.record import network_in
 from retrofit.registry import FAMILIES, target_named
 from retrofit.surgery.converter import Converter, converter_for

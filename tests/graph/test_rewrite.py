@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchvision.models.feature_extraction import create_feature_extractor
 
+from retrofit.graph.norm_sites import find_sites
 from retrofit.graph.rewrite import replace_activation, replace_module, rewrite_problem
-from retrofit.graph.sites import find_sites
 from retrofit.graph.source_code import RewriteError
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.surgery.norm_layers import find_norms

@@ -20,7 +20,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.graph.sites import find_sites
+from retrofit.graph.norm_sites import find_sites
 from retrofit.utils.forward_pass import (
     copied,
     device_of,

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.graph.norm_sites import Site, Sites
 from retrofit.graph.rewrite import replace_activation, replace_module
-from retrofit.graph.sites import Site, Sites
 from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
 from retrofit.layers.group_migration import group_gain, migrated_group_norm, settled_eps
 from retrofit.surgery.converter import (

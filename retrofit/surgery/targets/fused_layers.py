@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
+from retrofit.graph.norm_sites import Site, Sites
 from retrofit.graph.rewrite import replace_activation
-from retrofit.graph.sites import Site, Sites
 from retrofit.surgery.converter import Converter, Decisions, activation_problem, adopt
 from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow, Plan

@@ -57,8 +57,8 @@ class Site:
     Attributes:
         norm: Its dotted name.
         owner_type: Class name of the module whose code makes the call.
-        place: Which of the places that call the norm it is.
-        places: How many there are.
+        call_index: Which of the places that call the norm it is, counted from 0.
+        call_count: How many there are.
         activation: The one that directly follows on every call.
         reason: Why there is none.
         last_before_pool: Whether the activation (the norm, if none) is the last before the final
@@ -69,8 +69,8 @@ class Site:
 
     norm: str
     owner_type: str
-    place: int
-    places: int
+    call_index: int
+    call_count: int
     activation: Activation | None
     reason: str
     last_before_pool: bool
@@ -119,7 +119,7 @@ def find_sites(
     sites = {place: search.site(place) for place in search.norms if is_norm(place.target)}
     order = list(search.names.values())
     return Sites(
-        sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.place)),
+        sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.call_index)),
         unmatched=list(search.unmatched(sites)),
         uncovered=search.uncovered(sites),
         untraced=search.untraced(),
@@ -136,7 +136,7 @@ class _Search(Flows):
         self.norms = self._calls_by_place("norm")
         self.acts = self._calls_by_place("activation")
         # How many places call each norm and activation.
-        self.places = Counter(place.target for place in (*self.norms, *self.acts))
+        self.call_counts = Counter(place.target for place in (*self.norms, *self.acts))
 
     def _calls_by_place(self, step: str) -> dict[Place, list[tuple[Flow, fx.Node]]]:
         calls: dict[Place, list[tuple[Flow, fx.Node]]] = defaultdict(list)
@@ -150,14 +150,16 @@ class _Search(Flows):
         """Describe a norm's call, and the activation that follows it."""
         norm = place.target
         activation, reason = self._activation_of(place)
+        # A norm counts as the last step before the pooling only if it has no activation.
+        has_unknown_activation = activation is None and _fused_activation(norm) is not None
         ends = []
-        if not reason or _fused_activation(norm) is None:
+        if not has_unknown_activation:
             ends = self._ends(place, activation)
         return Site(
             norm=self.names[norm],
             owner_type=type(place.owner).__name__,
-            place=self._places_of(norm).index(place),
-            places=self.places[norm],
+            call_index=self._places_of(norm).index(place),
+            call_count=self.call_counts[norm],
             activation=activation,
             reason=reason,
             last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
@@ -171,51 +173,52 @@ class _Search(Flows):
         """The activation inside a norm or behind its call, or why there is none."""
         fused = _fused_activation(place.target)
         if fused is None:
-            return self._following(place)
+            return self._activation_behind(place)
         if fused in self.activations:
             name = f"{self.names[place.target]}.act".lstrip(".")
             return Activation("fused", name, fused), ""
         return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise"
 
-    def _ends(self, norm: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:
+    def _ends(self, norm_place: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:
         """The calls that end a site: of the activation behind the norm; of the norm itself, if it
         has no activation or holds it.
         """
         if activation is None or activation.place is None:
-            return self.norms[norm]
-        return [call for call in self.acts[activation.place] if _norm_place_before(*call) == norm]
+            return self.norms[norm_place]
+        calls = self.acts[activation.place]
+        return [call for call in calls if _norm_place_before(*call) == norm_place]
 
-    def _following(self, norm: Place) -> tuple[Activation | None, str]:
+    def _activation_behind(self, norm_place: Place) -> tuple[Activation | None, str]:
         """The activation that directly follows a norm on every call, or why there is none."""
-        followers = {self._follower(*call) for call in self.norms[norm]}
-        if len(followers) > 1:
+        answers = {self._act_place_behind(*call) for call in self.norms[norm_place]}
+        if len(answers) > 1:
             return None, "followed by different layers on different calls"
-        place, channel_dim, reason = followers.pop()
-        if place is None:
+        act_place, channel_dim, reason = answers.pop()
+        if act_place is None:
             return None, reason
         selector = None
-        if any(_norm_place_before(*call) != norm for call in self.acts[place]):
-            selector = self._selector(norm, place)
+        if any(_norm_place_before(*call) != norm_place for call in self.acts[act_place]):
+            selector = self._selector(norm_place, act_place)
             if selector is None:
                 return None, "the call of its activation follows other layers too"
-        flow, node = self.acts[place][0]
-        is_child = selector is None and self._is_own(place.target)
+        flow, node = self.acts[act_place][0]
+        is_child = selector is None and self._is_own(act_place.target)
         activation = Activation(
             "module" if is_child else "call",
-            self._name(place),
+            self._name(act_place),
             flow.activation(node),
-            self.names[place.owner],
-            place,
+            self.names[act_place.owner],
+            act_place,
             selector,
             channel_dim,
         )
         return activation, ""
 
-    def _follower(self, flow: Flow, node: fx.Node) -> tuple[Place | None, int, str]:
-        """Return the place of the activation that takes all of a norm's channels, and their
-        dimension in its input; or why there is none.
+    def _act_place_behind(self, flow: Flow, norm_node: fx.Node) -> tuple[Place | None, int, str]:
+        """Return, on one path, the place of the activation that takes all of a norm's channels, and
+        their dimension in its input; or why there is none.
         """
-        users = list(flow.channels_after(node))
+        users = list(flow.channels_after(norm_node))
         if len(users) != 1:
             takers = ", ".join(flow.describe(user) for user, _ in users)
             return None, 1, f"output used {len(users)} times: {takers}".rstrip(": ")
@@ -229,16 +232,16 @@ class _Search(Flows):
             return None, 1, output
         if step == "addition":
             return None, 1, "residual addition"
-        if step != "activation" or flow.norm_before(user) is not node:
+        if step != "activation" or flow.norm_before(user) is not norm_node:
             return None, 1, f"feeds {words}"
         if flow.is_gate(user):
             return None, 1, f"feeds a gate: {words}"
-        channel_dim = _first_or_last(dim, flow.modules[node])
+        channel_dim = _first_or_last(dim, flow.modules[norm_node])
         if channel_dim is None:
             return None, 1, f"feeds {words}, with the channels in dimension {dim}"
         return flow.places[user], channel_dim, ""
 
-    def _selector(self, norm: Place, activation: Place) -> tuple[str, str] | None:
+    def _selector(self, norm_place: Place, act_place: Place) -> tuple[str, str] | None:
         """Return what tells the norm from others where one call of an activation follows several.
 
         Returns:
@@ -246,18 +249,18 @@ class _Search(Flows):
             returns the norm's output, and the name of that norm or block. None if the expression
             was something else on one of the calls.
         """
-        code = activation.code
-        calls = [_call_in(code, *call) for call in self.norms[norm]]
+        code = act_place.code
+        calls = [_call_in(code, *call) for call in self.norms[norm_place]]
         if code is None or calls[0] is None or any(call != calls[0] for call in calls):
             return None
-        names = {module: name for name, module in activation.owner.named_modules()}
+        names = {module: name for name, module in act_place.owner.named_modules()}
         name = names.get(calls[0].target)
         if name is None or isinstance(calls[0].at, str):
             return None
         expression = callee(code, calls[0].at)
         # It fails if no norm comes before the activation, or if a name is not bound there.
         with suppress(Exception):
-            for flow, node in self.acts[activation]:
+            for flow, node in self.acts[act_place]:
                 norm_node: Any = flow.norm_before(node)
                 norm_call: Any = _call_in(code, flow, norm_node)
                 if eval(expression, *flow.variables[node]) is not norm_call.target:
@@ -278,7 +281,7 @@ class _Search(Flows):
 
     def _is_own(self, target: Any) -> bool:
         """Whether a target is a module, and called at one place only."""
-        if not isinstance(target, nn.Module) or self.places[target] > 1:
+        if not isinstance(target, nn.Module) or self.call_counts[target] > 1:
             return False
         return not any(target in failed._modules.values() for failed in self.failures)
 
@@ -339,18 +342,16 @@ class _Search(Flows):
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
         nearest = flow.before(node)
         producer = flow.before(node, ("same", "shape"))
-        norm = _norm_place_before(flow, node)
+        norm_place = _norm_place_before(flow, node)
         if flow.in_squeeze_excite(node):
             return "inside a squeeze-excite"
         if nearest is None or producer is None:
             return "no norm before it"
-        if norm is not None and norm not in sites:
+        if norm_place is not None and norm_place not in sites:
             return f"its norm, {flow.describe(producer)}, is not one of those asked for"
-        if norm is not None:
-            return (
-                f"not directly after {sites[norm].norm}: "
-                f"{sites[norm].reason or 'it has its own activation'}"
-            )
+        if norm_place is not None:
+            site = sites[norm_place]
+            return f"not directly after {site.norm}: {site.reason or 'it has its own activation'}"
         step = flow.steps[producer]
         if step == "norm":
             return (
@@ -388,15 +389,15 @@ class _Search(Flows):
 
 def _norm_place_before(flow: Flow, node: fx.Node) -> Place | None:
     """The place of the norm whose output an activation takes."""
-    norm = flow.norm_before(node)
-    if norm is None:
+    norm_node = flow.norm_before(node)
+    if norm_node is None:
         return None
-    return flow.places[norm]
+    return flow.places[norm_node]
 
 
-def _call_in(code: CodeType | None, flow: Flow, norm: fx.Node) -> Place | None:
+def _call_in(code: CodeType | None, flow: Flow, norm_node: fx.Node) -> Place | None:
     """The call that a function makes of a norm, or of a block that returns what the norm does."""
-    calls = [flow.places[norm], *flow.returned.get(norm, [])]
+    calls = [flow.places[norm_node], *flow.returned.get(norm_node, [])]
     return next((call for call in calls if call.code == code), None)
 
 
