@@ -59,7 +59,7 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     val_split = _val_split(recipe)
     if val_split != recipe.val_split:
         share = f"{val_split:.0%} of it are held out (`val_split`)"
-        notes += (f"the data has no part to validate on: {share}",)
+        notes += (f"the data has no split to validate on: {share}",)
     if isinstance(val_split, float):
         train, val = _hold_out(train, val_split, recipe.seed)
     else:
@@ -109,7 +109,7 @@ def _train_split(recipe: Recipe) -> str:
     is_default = recipe.train_split == Recipe.model_fields["train_split"].default
     if is_default and not others:
         return "."
-    problem = f"the data has no part {shown(recipe.train_split)}"
+    problem = f"the data has no split {shown(recipe.train_split)}"
     if others:
         problem += f", but {shortlist(others)}"
     raise UsageError(f"{problem}; give `train_split` the name of one")
@@ -122,7 +122,7 @@ def _val_split(recipe: Recipe) -> str | float:
         return split
     if split not in TO_VALIDATE:
         raise UsageError(
-            f"the data has no part {split!r}; give `val_split` the name of one, or a fraction"
+            f"the data has no split {split!r}; give `val_split` the name of one, or a fraction"
         )
     return _HELD_OUT
 

@@ -319,7 +319,7 @@ def _check_split(data_dir: FileName | None, dataset: str, split: str) -> None:
         splits = splits_in(data_dir)
         if splits:
             raise UsageError(
-                f"{data_dir} has no part to validate on, but {shortlist(splits)}; "
+                f"{data_dir} has no split to validate on, but {shortlist(splits)}; "
                 "give `split` one of these names, or `split='.'` for all of it"
             )
         return
@@ -330,7 +330,7 @@ def _check_split(data_dir: FileName | None, dataset: str, split: str) -> None:
     others = "train or validation"
     if dataset.lower() in _FOLDERS:
         others = "the name of a sub-folder, or leave it out"
-    raise UsageError(f"the data has no part {shown(split)}; give `split` {others}")
+    raise UsageError(f"the data has no split {shown(split)}; give `split` {others}")
 
 
 def _named(

@@ -27,7 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.snapshot import left_as_it_was
-from retrofit.utils.text import one_line, with_class
+from retrofit.utils.text import printable, with_class
+
+_WITHOUT_GRADIENTS = "compute it again under torch.no_grad(), or delete it if each call computes it"
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -281,16 +283,31 @@ def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn
         return copy.deepcopy(model, dict(computed or {}))
     # A network's own code may copy its parts, and raise anything.
     except Exception as error:
-        message = one_line(error)[:100]
-        if "created explicitly by the user" not in message:
+        if "created explicitly by the user" not in str(error):
             raise RetrofitError(
                 f"the network cannot be copied ({with_class(error)}); copy.deepcopy fails too"
             ) from error
         raise RetrofitError(
-            "the network cannot be copied: it holds tensors that were computed, as pruned layers "
-            "do; make them permanent first, by torch.nn.utils.prune.remove for example "
-            f"({message})"
+            f"the network cannot be copied: {_computed_tensor(model, computed or {})}"
         ) from error
+
+
+def _computed_tensor(model: nn.Module, known: Mapping[int, Tensor]) -> str:
+    """Name a computed tensor that a network holds, which torch does not copy, and say what to do.
+
+    Args:
+        model: The network.
+        known: Computed tensors that stand in the way of no copy, by `id`.
+    """
+    for name, module in model.named_modules():
+        for key, value in (*vars(module).items(), *module._buffers.items()):
+            if not isinstance(value, Tensor) or value.is_leaf or id(value) in known:
+                continue
+            label = printable(f"{name}.{key}".strip("."), 100)
+            if f"{key}_mask" in module._buffers:
+                return f"{label} is pruned; make that permanent by torch.nn.utils.prune.remove"
+            return f"{label} was computed with gradients; {_WITHOUT_GRADIENTS}"
+    return f"it holds a tensor that was computed with gradients; {_WITHOUT_GRADIENTS}"
 
 
 def copied_for_inference(model: nn.Module) -> nn.Module:

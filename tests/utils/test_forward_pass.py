@@ -74,12 +74,32 @@ def test_a_mode_that_changes_weights(training: bool) -> None:
 def test_weights_that_pruning_computed_are_not_copied() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     prune.l1_unstructured(model[0], "weight", 0.5)
-    with pytest.raises(
-        RetrofitError, match=r"make them permanent first, by torch.nn.utils.prune.remove"
-    ):
+    with pytest.raises(RetrofitError, match=r"0\.weight is pruned; .* torch.nn.utils.prune.remove"):
         copied(model)
     prune.remove(model[0], "weight")
     assert torch.equal(copied(model)[0].weight, model[0].weight)
+
+
+class _Expanded(nn.Conv2d):
+    """A layer that expands its weight in evaluation, as equivariant ones do."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        if not mode:
+            self.register_buffer("filter", 2 * self.weight)
+        return self
+
+
+def test_a_tensor_that_a_layer_computed_is_named() -> None:
+    model = nn.Sequential(_Expanded(3, 4, 1)).eval()
+    with pytest.raises(RetrofitError, match=r"0\.filter was computed .*under torch.no_grad\(\)"):
+        copied(model)
+    with torch.no_grad():
+        model.eval()
+    assert torch.equal(copied(model)[0].filter, model[0].filter)
+    model[0].cache = [2 * model[0].weight]
+    with pytest.raises(RetrofitError, match="it holds a tensor that was computed"):
+        copied(model)
 
 
 class _Uncopied(nn.Identity):
