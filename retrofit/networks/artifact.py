@@ -61,6 +61,8 @@ def artifact_path(text: str) -> Path | None:
             return file
         return None
     file = Path(text)
+    # Not `is_artifact`: what is missing, or a plain checkpoint, is refused by `Manifest.read`, which
+    # says why.
     if file.suffix == ".safetensors":
         return file
     return None
@@ -276,14 +278,14 @@ def load(path: str | Path, *, into: nn.Module | None = None) -> nn.Module:
 def opened(
     path: str | Path,
     into: nn.Module | None = None,
-    needs: str = "build that network and pass it as `into`",
+    advice: str = "build that network and pass it as `into`",
 ) -> tuple[nn.Module, Manifest]:
     """Return the network that `load` returns, and its manifest.
 
     Args:
         path: The file.
         into: The network to convert and fill, if the user built it.
-        needs: What the error says that a file of one's own network lacks.
+        advice: What the error says to do where the file needs `into` and there is none.
 
     Raises:
         RetrofitError: As for `load`.
@@ -299,10 +301,10 @@ def opened(
         if source.library == "own":
             source = record_of(into).source or class_source(into)
     elif source.library == "own":
-        raise UsageError(f"{path} holds a network of one's own, {printable(source, 100)}; {needs}")
+        raise UsageError(f"{path} holds a network of one's own, {printable(source, 100)}; {advice}")
     tensors = _read_tensors(path, manifest)
     with nullcontext() if into is None else unchanged_on_failure(into, find_norms(into)):
-        model = _built(path, manifest, plans, tensors, into)
+        model = _restored(path, manifest, plans, tensors, into)
         problem = _not_as_saved(model, manifest)
         if problem:
             raise RetrofitError(
@@ -346,7 +348,7 @@ def _read_tensors(path: str | Path, manifest: Manifest) -> dict[str, Tensor]:
     return tensors
 
 
-def _built(
+def _restored(
     path: str | Path,
     manifest: Manifest,
     plans: Sequence[surgery.Plan],

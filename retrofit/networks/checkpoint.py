@@ -226,13 +226,6 @@ def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
     return sets
 
 
-def _prefix_under(nest: str, key: str) -> str:
-    """Return the prefix that a key means for the names in a nest; empty if it means the nest."""
-    if not nest:
-        return f"{key}."
-    return f"{key}.".removeprefix(f"{nest}.")
-
-
 def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
     """Return the nest of the weights to take, and the prefix of their names if the key is one."""
     usual = [nest for nest in (*_NESTS, "") if nest in sets]
@@ -255,8 +248,9 @@ def _chosen_by_key(
     if key in sets:
         return key, ""
     for nest in nests:
-        prefix = _prefix_under(nest, key)
-        if prefix and any(name.startswith(prefix) for name in sets[nest]):
+        # The key may begin with the nest: "state_dict.teacher".
+        prefix = f"{key}.".removeprefix(f"{nest}.")
+        if any(name.startswith(prefix) for name in sets[nest]):
             return nest, prefix
     raise RetrofitError(
         f"{path} holds no weights under {printable(key, 64)!r} (it holds {_listed(sets)}); give "

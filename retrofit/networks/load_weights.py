@@ -107,15 +107,17 @@ def under_prefix(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
-    misfit = _load_fitting(model, state)
-    absent = misfit.missing + misfit.unfit
-    takes_nothing = len(absent) == len(weight_names(misfit.ours))
-    if misfit and (takes_nothing or not partial):
-        raise RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {misfit}")
-    return misfit.accepted()
+    incompatible = _load_fitting(model, state)
+    absent = incompatible.missing + incompatible.unfit
+    takes_nothing = len(absent) == len(weight_names(incompatible.ours))
+    if incompatible and (takes_nothing or not partial):
+        raise RetrofitError(
+            f"the checkpoint does not fit this {type(model).__name__}: {incompatible}"
+        )
+    return incompatible.accepted()
 
 
-def _load_fitting(model: nn.Module, state: Tensors) -> "_Misfit":
+def _load_fitting(model: nn.Module, state: Tensors) -> "_IncompatibleTensors":
     """Load the tensors that fit by name, shape and type; return what does not."""
     ours = state_tensors(model)
     state = _without_wrappers(ours, state)
@@ -126,15 +128,13 @@ def _load_fitting(model: nn.Module, state: Tensors) -> "_Misfit":
     unfit = [name for name in shared if not _alike(ours[name], state[name], name)]
     fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
     missing, unexpected = _load(model, fitting)
-    if not beside:
-        prefix = ""
-    return _Misfit(
+    return _IncompatibleTensors(
         ours=ours,
         theirs=state,
         missing=[name for name in missing if name not in unfit],
         unexpected=unexpected + beside,
         unfit=unfit,
-        prefix=prefix,
+        key_prefix=prefix if beside else "",
     )
 
 
@@ -166,7 +166,7 @@ def _without_wrappers(ours: Tensors, state: Tensors) -> Tensors:
 
 
 @dataclass
-class _Misfit:
+class _IncompatibleTensors:
     """How a checkpoint's tensors do not fit a network's, by name.
 
     Attributes:
@@ -175,7 +175,8 @@ class _Misfit:
         missing: Those of the network that the checkpoint does not hold.
         unexpected: Those of the checkpoint that the network does not have.
         unfit: Those of both that are of another shape or type.
-        prefix: The prefix of the names that were taken, if the checkpoint has names without it.
+        key_prefix: The prefix of the names that were taken, if the checkpoint has others too, so
+            that `checkpoint_key` may choose it.
     """
 
     ours: Tensors
@@ -183,15 +184,15 @@ class _Misfit:
     missing: Names
     unexpected: Names
     unfit: Names
-    prefix: str
+    key_prefix: str
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.unfit)
 
     def __str__(self) -> str:
         """List the tensors, and say what the user may try."""
-        pairs = {name: (self.theirs[name], self.ours[name]) for name in self.unfit}
-        return f"{list_misfit(self.missing, self.unexpected, pairs)}; {self._hint()}"
+        tensors = list_misfit(self.ours, self.theirs, self.missing, self.unexpected, self.unfit)
+        return f"{tensors}; {self._hint()}"
 
     def accepted(self) -> Loaded:
         """Return what was loaded, where the user takes what fits."""
@@ -209,8 +210,8 @@ class _Misfit:
         size_hint = self._size_hint()
         if size_hint:
             return size_hint
-        if self.prefix and not self.missing and not self.unfit:
-            key = printable(self.prefix.strip("."), 64)
+        if self.key_prefix and not self.missing and not self.unfit:
+            key = printable(self.key_prefix.strip("."), 64)
             return f"pass `checkpoint_key={key!r}` to take what is under it and no more"
         if _order_problem(self.ours, self.theirs) is None:
             return "all tensors pair up in order and shape: pass `match='order'`"

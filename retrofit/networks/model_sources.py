@@ -53,7 +53,7 @@ def parse(text: str) -> ModelSource:
     """
     if text.startswith(PREFIX):
         name = text.removeprefix(PREFIX)
-        own_networks.typed[name] = own_networks.imported(name)
+        own_networks.named_builders[name] = own_networks.imported(name)
         return ModelSource("own", name)
     torchvision_names = list_models()
     prefix, rest = split_prefix(text)

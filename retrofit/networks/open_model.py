@@ -148,7 +148,7 @@ def open_model(
     if file is not None:
         weights = {"pretrained": pretrained, "checkpoint": checkpoint, **choices}
         _refuse_arguments(text, {**weights, **sizes})
-        return _open_artifact(str(file), network)
+        return _open_artifact(str(file), builder=network)
     if network is not None:
         raise UsageError(
             f"`network` builds what an artifact of your own network holds; {text} is none, drop it"
@@ -177,7 +177,7 @@ def open_model(
     if pretrained:
         weights = {"kind": "pretrained", "from": weights_name(model, source)}
         set_record(model, labels=labels_of(model, source), weights=weights)
-        return Network(model, _random_classifier(model, num_classes))
+        return Network(model, _classifier_warnings(model, num_classes))
     set_record(model, labels=None, weights={"kind": "random", "from": None})
     return Network(model)
 
@@ -235,7 +235,8 @@ def _preprocess(
     preprocess = preprocess_of(model, source)
     if img_size is None:
         return preprocess
-    # What lies behind hf-hub: or local-dir: is known by now.
+    # Behind hf-hub: and local-dir:, only the built network shows whether its size is an argument. If
+    # it is, it was not passed, and adding it changes the source.
     if with_options(source, img_size=img_size) != source:
         raise UsageError(
             f"{text} is built for one size; pass `model_kwargs={{'img_size': {img_size}}}`"
@@ -257,8 +258,8 @@ def _checkpoint_weights(
     return {"kind": "checkpoint", "from": str(checkpoint), **details}
 
 
-def _random_classifier(model: nn.Module, num_classes: int | None) -> tuple[str, ...]:
-    """Warn that pretrained weights are of another number of classes."""
+def _classifier_warnings(model: nn.Module, num_classes: int | None) -> tuple[str, ...]:
+    """Return a warning if the pretrained weights are of another number of classes."""
     trained = getattr(model, "pretrained_cfg", {}).get("num_classes")
     if num_classes is None or trained in (None, num_classes):
         return ()
@@ -266,13 +267,13 @@ def _random_classifier(model: nn.Module, num_classes: int | None) -> tuple[str, 
     return (f"the classifier is RANDOM: {theirs}, not {num_classes}",)
 
 
-def _open_artifact(path: str, network: str | None) -> Network:
+def _open_artifact(path: str, builder: str | None) -> Network:
     source = Manifest.read(path).source
     into = None
-    if network is not None:
+    if builder is not None:
         if source.library != "own":
             raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")
-        into = _own_network(network, source.kwargs)
+        into = _own_network(builder, source.kwargs)
     model, manifest = artifact.opened(
         path, into, "say what builds it with `network='py:MODULE:CALLABLE'`"
     )
@@ -282,11 +283,11 @@ def _open_artifact(path: str, network: str | None) -> Network:
     return Network(model, warnings, path)
 
 
-def _own_network(network: str, kwargs: Mapping[str, Any]) -> nn.Module:
+def _own_network(builder: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """Build a network of the user's own with the sizes that the artifact's was built with."""
     sizes: dict[str, Any] = {
         name: kwargs[name]
         for name in ("num_classes", "in_chans", "img_size")
         if type(kwargs.get(name)) is int
     }
-    return build(with_options(parse(network), **sizes)).train()
+    return build(with_options(parse(builder), **sizes)).train()

@@ -18,12 +18,12 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import PREFIX, ModelSource
 from retrofit.utils.text import printable, with_class
 
-# What builds them, by the names typed in this process.
-typed: dict[str, Callable[..., Any]] = {}
+# The callables that the user named in this process, by name. Nothing else is ever called.
+named_builders: dict[str, Callable[..., Any]] = {}
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Import the callable that a user typed, "package.module:callable", also from the working
+    """Import the callable that a user named, "package.module:callable", also from the working
     folder.
 
     Raises:
@@ -65,7 +65,7 @@ def _names_like(name: str, holder: object) -> str:
 
 
 def class_source(model: nn.Module) -> ModelSource:
-    """Return the source of a network that no name was typed for: its class."""
+    """Return the source of a network that the user did not name: its class."""
     return ModelSource("own", f"{type(model).__module__}:{type(model).__qualname__}")
 
 
@@ -73,10 +73,10 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
     """Call what builds a network.
 
     Raises:
-        RetrofitError: If nobody typed the name, or it builds no network.
+        RetrofitError: If the user did not name it here, or it builds no network.
         UsageError: If it does not take these arguments.
     """
-    if name not in typed:
+    if name not in named_builders:
         raise RetrofitError(
             f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here"
         )
@@ -84,8 +84,8 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
         if not takes(name, key):
             raise UsageError(f"{name} takes no {key}; give it that argument, or leave out `{key}`")
     try:
-        model = typed[name](**kwargs)
-    # Anything may come out of the user's own code
+        model = named_builders[name](**kwargs)
+    # Anything may come out of the user's own code.
     except Exception as error:
         raise RetrofitError(f"{name} builds no network ({with_class(error)}); mend it") from error
     if not isinstance(model, nn.Module):
@@ -96,8 +96,8 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 
 
 def takes(name: str, argument: str) -> bool:
-    """Whether a builder that was typed has an argument of this name."""
-    parameters = signature(typed[name]).parameters
+    """Whether a named builder has an argument of this name."""
+    parameters = signature(named_builders[name]).parameters
     return argument in parameters or any(
         parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
     )

@@ -31,8 +31,8 @@ from retrofit.surgery import Plan, plans_of, replay
 from retrofit.utils.forward_pass import hooked
 from retrofit.utils.text import printable
 
-# The most differing sizes that are tried as a number of classes: a classifier has one, a detector's head
-# two, for classes and for their boxes
+# At most so many different sizes are tried as a number of classes. A classifier has one, a detector's
+# head two: for classes and for their boxes.
 _SIZES = 4
 # Attributes that say nothing of what a network computes, that a file holds by itself, or that a
 # layer works out when it is called first.
@@ -79,7 +79,7 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
         candidates = iter([known])
     misses: list[_Miss] = []
     for candidate in candidates:
-        if candidate.library == "own" and candidate.name not in own_networks.typed:
+        if candidate.library == "own" and candidate.name not in own_networks.named_builders:
             return candidate, model
         attempt = _compared(model, candidate)
         if not isinstance(attempt, _Miss):
@@ -125,7 +125,7 @@ def _compared(model: nn.Module, source: ModelSource) -> tuple[ModelSource, nn.Mo
     alike = {name for name in ours.keys() & theirs.keys() if ours[name].shape == theirs[name].shape}
     unlike = (ours.keys() | theirs.keys()) - alike
     if unlike:
-        problem = f"of the tensors of {source} here are {misfit(theirs, ours)}"
+        problem = f"of the tensors of {source} here are {misfit(wanted=theirs, given=ours)}"
         others = _other_classes(source, model, [ours[name] for name in unlike if name in ours])
         return _Miss(len(unlike), problem, others)
     problem = _module_difference(model, built, source)
@@ -266,7 +266,7 @@ def skeleton(source: ModelSource, plans: Iterable[Plan] = ()) -> nn.Module:
             return replay(model_sources.build(source), plans)
     except TooLargeError:
         raise
-    # Some builders compute with values; then the real ones are needed
+    # Some builders compute with values; then the real ones are needed.
     except Exception:
         return rebuilt(source, plans)
 

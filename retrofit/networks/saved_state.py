@@ -73,42 +73,44 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def fits(ours: Tensor, theirs: Tensor) -> bool:
+def fits(wanted: Tensor, given: Tensor) -> bool:
     """Whether a tensor can take another's values: both have the same shape, and both are real,
     complex or whole numbers.
     """
     return (
-        ours.shape == theirs.shape
-        and ours.is_floating_point() == theirs.is_floating_point()
-        and ours.is_complex() == theirs.is_complex()
+        wanted.shape == given.shape
+        and wanted.is_floating_point() == given.is_floating_point()
+        and wanted.is_complex() == given.is_complex()
     )
 
 
-def misfit(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> str:
-    """Say how given tensors, `theirs`, differ from a network's; empty if they do not."""
-    missing = [name for name in ours if name not in theirs]
-    unexpected = sorted(theirs.keys() - ours.keys())
-    unfit = {
-        name: (theirs[name], tensor)
-        for name, tensor in ours.items()
-        if name in theirs and not fits(tensor, theirs[name])
-    }
-    return list_misfit(missing, unexpected, unfit)
+def misfit(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """Say how given tensors differ from those that a network wants; empty if they do not."""
+    missing = [name for name in wanted if name not in given]
+    unexpected = sorted(given.keys() - wanted.keys())
+    unfit = [
+        name for name, tensor in wanted.items() if name in given and not fits(tensor, given[name])
+    ]
+    return list_misfit(wanted, given, missing, unexpected, unfit)
 
 
 def list_misfit(
-    missing: Iterable[str], unexpected: Iterable[str], unfit: Mapping[str, tuple[Tensor, Tensor]]
+    wanted: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    unfit: Iterable[str],
 ) -> str:
-    """Count and list the tensors that are missing, that are unexpected, and the pairs (given, the
-    network's) that do not fit.
-    """
+    """Count and list the names of tensors that are missing, unexpected, or do not fit."""
     shapes = []
     types = []
-    for name, (theirs, ours) in unfit.items():
-        if theirs.shape != ours.shape:
-            shapes.append(f"{name} {list(theirs.shape)} for {list(ours.shape)}")
+    for name in unfit:
+        if given[name].shape != wanted[name].shape:
+            shapes.append(f"{name} {list(given[name].shape)} for {list(wanted[name].shape)}")
         else:
-            types.append(f"{name} {theirs.dtype} for {ours.dtype}".replace("torch.", ""))
+            types.append(
+                f"{name} {given[name].dtype} for {wanted[name].dtype}".replace("torch.", "")
+            )
     problems = {
         "missing": [*missing],
         "unexpected": [*unexpected],
@@ -128,14 +130,15 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """
     tensors = under_all_names(model, tensors)
     targets = state_tensors(model)
-    floating = {
+    parameter_types = {
         tensors[name].dtype
         for name, target in targets.items()
         if isinstance(target, nn.Parameter) and tensors[name].is_floating_point()
     }
-    if len(floating) == 1:
+    if len(parameter_types) == 1:
         # Also the buffers that are in no file.
-        model.to(dtype=floating.pop())
+        model.to(dtype=parameter_types.pop())
+    # Asked again: `to` puts other tensors in the place of buffers.
     for name, target in state_tensors(model).items():
         target.data = torch.empty_like(target.data, dtype=tensors[name].dtype)
     model.load_state_dict(tensors, strict=True)

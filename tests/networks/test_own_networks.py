@@ -34,7 +34,7 @@ Make = Callable[[], nn.Module]
 def _nothing_typed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # start as a process in which nobody named a network
-    monkeypatch.setattr(own_networks, "typed", {})
+    monkeypatch.setattr(own_networks, "named_builders", {})
 
 
 @contextmanager
