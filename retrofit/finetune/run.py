@@ -119,18 +119,21 @@ class Run(PreparedRun):
             )
         for name, part in self._stateful().items():
             part.load_state_dict(state[name])
-        self.position = Position(**state["position"])
-        run_state.set_random_state(state["generators"][self.accelerator.process_index])
+        rank = self.accelerator.process_index
+        self.position = Position(**state["positions"][rank])
+        run_state.set_random_state(state["generators"][rank])
         self.callback.note(f"resumed at step {self.position.step} of {self.position.steps}")
 
     def checkpoint(self) -> None:
         """Write the state of all processes."""
         generators = gather_object([run_state.random_state()])
+        # Each process has losses and unreadable images of its own.
+        positions = gather_object([asdict(self.position)])
         if not self.accelerator.is_main_process:
             return
         state = {name: part.state_dict() for name, part in self._stateful().items()}
         state["generators"] = generators
-        state["position"] = asdict(self.position)
+        state["positions"] = positions
         state["kept"] = self.kept
         state["new_tensors"] = list(self.new_tensors)
         run_state.save_state(self.folder, state)
@@ -268,7 +271,7 @@ class Run(PreparedRun):
         # The other processes do not take part.
         with local_norms(self.model):
             cause, advice = divergence_of(self.model, images, fault, self.recipe)
-        good = run_state.load_state(self.folder)["position"]["step"]
+        good = run_state.load_state(self.folder)["positions"][0]["step"]
         return RetrofitError(
             f"{description} is not finite at step {step} of {self.position.steps}: {cause}; "
             f"the last good state is {self.folder / run_state.STATE}, step {good}; {advice}"

@@ -27,7 +27,7 @@ from retrofit.utils.text import one_line
 
 # It goes up when a state's content changes, also by a new setting of recipes: `Run.restore` looks
 # up each setting.
-SCHEMA = 3
+SCHEMA = 4
 RECIPE = "recipe.yaml"
 STATE = "state"
 # The artifact that a run began with.

@@ -27,6 +27,7 @@ from retrofit.finetune import run, run_report, validation
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run_images import open_data
+from retrofit.finetune.run_network import resume_network
 from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.finetune.run_state import load_state
 from retrofit.layers.strength import strength_code, strength_layers
@@ -135,7 +136,7 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
     whole = train("whole", **everything)
     with pytest.raises(RuntimeError, match="the power went"):
         train("broken", callback=Listener(5), **everything)
-    assert load_state(tmp_path / "broken")["position"]["step"] == 4
+    assert load_state(tmp_path / "broken")["positions"][0]["step"] == 4
     torch.rand(7)  # what happens in between does not matter, nor how many processes decode
     again = train("broken", resume=True, **{**everything, "workers": 1})
     for name in ("last", "best"):
@@ -311,7 +312,7 @@ def test_what_is_not_finite_is_named_and_the_last_good_state_kept(
 
     with pytest.raises(RetrofitError, match=message):
         train("run", network, callback=Poison())
-    assert load_state(tmp_path / "run")["position"]["step"] == good
+    assert load_state(tmp_path / "run")["positions"][0]["step"] == good
 
 
 @pytest.mark.parametrize(
@@ -430,11 +431,21 @@ def test_a_new_head_is_trained_and_unconverted_layers_are_frozen_whole(
     assert not torch.equal(found["fc.weight"], weights(tmp_path / "run")["fc.weight"])
 
 
+IN_TWO: dict[str, Any] = {**SMALL, "batch_size": 2, "device": "cpu"}
+
+
+def join(rank: int, folder: str, name: str) -> None:
+    """Be one of two processes, as torchrun sets them up; a run's end leaves the group."""
+    torch.set_num_threads(1)
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    store = f"file://{folder}/store-{name}"
+    patience = timedelta(minutes=5)  # where the other process fails
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=patience)
+
+
 def work(rank: int, folder: str) -> None:
     """Train as one of two processes, and save the buffers of each network that is validated."""
-    torch.set_num_threads(1)
-    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))  # as torchrun sets them
-    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     seen: list[dict[str, Tensor]] = []
     evaluate = validation.evaluate
 
@@ -444,20 +455,8 @@ def work(rank: int, folder: str) -> None:
 
     validation.evaluate = listen  # type: ignore[assignment]
     for average in (False, True):
-        store, patience = (
-            f"file://{folder}/store-{average}",
-            timedelta(minutes=5),
-        )  # where the other process fails
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=2, timeout=patience
-        )
-        settings = {
-            **SMALL,
-            "batch_size": 2,
-            "model_ema": average,
-            "model_ema_decay": 0.5,
-            "device": "cpu",
-        }
+        join(rank, folder, str(average))
+        settings = {**IN_TWO, "model_ema": average, "model_ema_decay": 0.5}
         recipe = Recipe(data_dir=f"{folder}/pictures", **settings)
         run.finetune(small_network(), recipe, Path(folder) / f"run-{average}")
     torch.save(seen, f"{folder}/{rank}.pt")
@@ -472,3 +471,31 @@ def test_all_processes_validate_the_network_that_is_saved(tmp_path: Path) -> Non
     assert_same(one, other)
     saved = weights(tmp_path / "run-False")
     assert_same(one[1], {name: saved[name] for name in one[1]})
+
+
+def interrupted_work(rank: int, folder: str) -> None:
+    """Train an epoch of two steps as one of two processes, at once and with a stop within it."""
+    settings = {**IN_TWO, "batch_size": 4, "epochs": 1}
+    recipe = Recipe(data_dir=f"{folder}/pictures", **settings)
+    join(rank, folder, "whole")
+    run.finetune(small_network(), recipe, Path(folder) / "whole")
+    join(rank, folder, "stopped")
+    run.finetune(small_network(), recipe, Path(folder) / "run", stop=lambda: True)
+    join(rank, folder, "resumed")
+    network = resume_network(Path(folder) / "run")
+    run.finetune(network, recipe, Path(folder) / "run", resume=True)
+
+
+@pytest.mark.slow
+def test_an_interruption_of_two_processes_loses_the_figures_of_none(
+    pictures: Path, tmp_path: Path
+) -> None:
+    """Each has a loss of its own, and its own images that cannot be read."""
+    for name in ("ant/0.png", "ant/3.png", "bee/3.png", "bee/5.png", "cat/1.png", "cat/6.png"):
+        (pictures / name).write_bytes(b"no picture")
+    mp.spawn(interrupted_work, args=(str(tmp_path),), nprocs=2)
+    whole, resumed = (
+        json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("whole", "run")
+    )
+    for name in ("train_loss", "unreadable"):
+        assert resumed[name] == whole[name]
