@@ -39,7 +39,8 @@ from retrofit.cli.console import emit, names, progress_bar, say, warn
 from retrofit.errors import UsageError
 from retrofit.finetune.recipe import FREE, Recipe
 from retrofit.finetune.recipe_files import load_recipe, recipe_summaries
-from retrofit.finetune.run_report import Position, RunCallback, Step
+from retrofit.finetune.run_position import Position
+from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.utils.text import plural, printable
 
 if TYPE_CHECKING:

@@ -108,7 +108,9 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return optimizer
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> Any:
+def build_lr_schedule(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
+) -> Any:
     """Build the recipe's schedule of the learning rate; `step_update(steps done)` moves it. None: a
     constant rate.
     """

@@ -10,15 +10,17 @@ from timm.utils import ModelEmaV3, random_seed
 from torch import nn
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune import training_setup
+from retrofit.finetune import layer_settings
 from retrofit.finetune.batches import Batches
-from retrofit.finetune.divergence import ChanceWatch, StepGate
+from retrofit.finetune.chance_watch import ChanceWatch
 from retrofit.finetune.objective import Objective
-from retrofit.finetune.optimization import build_optimizer, build_scheduler
+from retrofit.finetune.optimization import build_lr_schedule, build_optimizer
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
 from retrofit.finetune.run_images import Images, ImageSubset, open_data
-from retrofit.finetune.run_network import fit_network, scores_of
-from retrofit.finetune.run_report import Position, RunCallback
+from retrofit.finetune.run_network import fit_network, scores_of, source_network
+from retrofit.finetune.run_position import Position
+from retrofit.finetune.run_report import RunCallback
+from retrofit.finetune.step_gate import StepGate
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.finetune.validation import validation_share
 from retrofit.networks.open_model import Network
@@ -69,26 +71,27 @@ class PreparedRun:
         self.model = network.model.to(self.device).to(memory_format=layout).train()
         teacher = None
         if recipe.teacher == "source":
-            teacher = training_setup.source_network(network, resumed=state is not None)
+            teacher = source_network(network, resumed=state is not None)
         self.objective = Objective(recipe, outputs, teacher)
+        # Without labels, the teacher labels the images to validate on.
         classes: int | None = outputs
-        target_network = teacher
+        labeller = teacher
         if recipe.labelled:
             classes = images.train.classes
-            target_network = None
-        self._set_up_data(images, target_network)
+            labeller = None
+        self._set_up_data(images, labeller)
         self.position = Position(self.epoch_steps * recipe.epochs)
         untrained = network.weights["kind"] == "random"
         self.chance = ChanceWatch(recipe, self.position.steps, classes, untrained)
         self._set_up_training()
 
-    def _set_up_data(self, images: Images, labelling: nn.Module | None) -> None:
-        """Set up what is trained and validated on; without labels, a network gives them."""
+    def _set_up_data(self, images: Images, labeller: nn.Module | None) -> None:
+        """Set up what is trained and validated on; a labeller gives the labels to validate with."""
         recipe = self.recipe
         preprocess = self.network.preprocess
         rank = self.accelerator.process_index
         processes = self.accelerator.num_processes
-        self.val = validation_share(images.val, preprocess, labelling, self.accelerator)
+        self.val = validation_share(images.val, preprocess, labeller, self.accelerator)
         as_validated = create_transform(**preprocess.to_dict())
         self.plain_images = ImageSubset(images.train.images, transform=as_validated)
         self.batches = Batches(
@@ -111,11 +114,11 @@ class PreparedRun:
         recipe = self.recipe
         accelerator = self.accelerator
         batches = self.position.steps * recipe.grad_accum_steps
-        training_setup.adjust_layers(self.model, recipe, batches, self.callback.note)
+        layer_settings.adjust_layers(self.model, recipe, batches, self.callback.note)
         # Their statistics are as frozen as their weights.
         self.frozen_norms: list[nn.Module] = []
         if recipe.freeze == "all-but-norm":
-            self.frozen_norms = training_setup.freeze_all_but_norm(
+            self.frozen_norms = layer_settings.freeze_all_but_norm(
                 self.model, self.new_tensors, self.callback.note
             )
         self.average: Any = None
@@ -124,16 +127,16 @@ class PreparedRun:
             self.average = ModelEmaV3(self.model, recipe.model_ema_decay)
             self.networks.append(self.average.module)
         self.validated: nn.Module = self.networks[-1]
-        self.schedule = self._strength_schedule()
+        self.strength_schedule = self._build_strength_schedule()
         if recipe.sync_norm and not sync_norms(self.model, self.device):
             raise RetrofitError("`sync_norm` finds no batch normalization to synchronize; drop it")
         optimizer = build_optimizer(self.model, recipe)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.scheduler = build_scheduler(optimizer, recipe, self.epoch_steps)
+        self.lr_schedule = build_lr_schedule(optimizer, recipe, self.epoch_steps)
         self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
         accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
 
-    def _strength_schedule(self) -> StrengthSchedule | None:
+    def _build_strength_schedule(self) -> StrengthSchedule | None:
         """Return the schedule of all networks' strength and noise; None if no layer has any."""
         if not strength_layers(self.model):
             return None
@@ -144,7 +147,7 @@ class PreparedRun:
             shape=recipe.strength_sched,
             ramp=recipe.strength_ramp,
             end=recipe.strength_end,
-            noise=recipe.noise if training_setup.draws_noise(self.model) else None,
+            noise=recipe.noise if layer_settings.draws_noise(self.model) else None,
             noise_start=recipe.noise_start,
             noise_ramp=recipe.noise_ramp,
         )
@@ -154,8 +157,8 @@ class PreparedRun:
         parts: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "schedule": self.schedule,
+            "lr_schedule": self.lr_schedule,
+            "strength_schedule": self.strength_schedule,
             "scaler": self.accelerator.scaler,
         }
         if self.average is not None:

@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy
 from retrofit.finetune import run_report, run_state
-from retrofit.finetune.divergence import (
-    Fault,
-    Verdict,
-    divergence_of,
-    not_finite,
-)
+from retrofit.finetune.accelerator import make_accelerator, summed
+from retrofit.finetune.divergence import Fault, divergence_of, not_finite
 from retrofit.finetune.prepared_run import PreparedRun
-from retrofit.finetune.processes import make_accelerator, summed
 from retrofit.finetune.recipe import Recipe
-from retrofit.finetune.run_report import Position, RunCallback, Step
+from retrofit.finetune.run_position import Position
+from retrofit.finetune.run_report import RunCallback, Step
+from retrofit.finetune.step_gate import Verdict
 from retrofit.finetune.validation import validate
 from retrofit.networks import artifact
 from retrofit.networks.open_model import Network
@@ -174,13 +171,13 @@ class Run(PreparedRun):
         for _ in range(self.recipe.grad_accum_steps):
             self._train_batch(*next(batches))
         self.position.step += 1
-        if self.scheduler is not None:
-            self.scheduler.step_update(self.position.step)
+        if self.lr_schedule is not None:
+            self.lr_schedule.step_update(self.position.step)
         if self.average is not None:
             self.average.update(self.model, self.position.step)
-        if self.schedule is not None:
-            self.schedule.step()
-            if self.schedule.turning:
+        if self.strength_schedule is not None:
+            self.strength_schedule.step()
+            if self.strength_schedule.turning:
                 self._recentre()
         self.position.seconds += time.monotonic() - began
 
@@ -239,9 +236,9 @@ class Run(PreparedRun):
         return float(max(group["lr"] for group in self.optimizer.param_groups))
 
     def _strength(self) -> float | None:
-        if self.schedule is None:
+        if self.strength_schedule is None:
             return None
-        return self.schedule.strength
+        return self.strength_schedule.strength
 
     def _judge_steps(self, every: bool) -> None:
         """Report the steps that are due, or every one; end the run after one that is not finite."""
@@ -292,16 +289,16 @@ class Run(PreparedRun):
             "train_loss": loss_sum / images,
             "lr": self._rate(),
             "strength": self._strength(),
-            "noise": None if self.schedule is None else self.schedule.noise,
+            "noise": None if self.strength_schedule is None else self.strength_schedule.noise,
             "images_per_second": round(images / max(position.seconds, 1e-9), 1),
             "unreadable": len(position.unreadable),
             **measured,
         }
         position.begin_epoch(row)
         progress = 0.0
-        if self.schedule is not None:
-            progress = 1 - self.schedule.remaining
-        is_best = position.is_best(row["val_top1"], progress)
+        if self.strength_schedule is not None:
+            progress = 1 - self.strength_schedule.remaining
+        is_best = position.note_if_best(row["val_top1"], progress)
         figures = {name: value for name, value in measured.items() if value is not None}
         self.accelerator.log(figures, position.step)
         if not self.accelerator.is_main_process:
@@ -378,7 +375,7 @@ class Run(PreparedRun):
         origin = self.network.weights.get("from") or self.network.source.name
         source = f"{self.folder}, step {steps}, from {origin}"
         weights: dict[str, Any] = {"kind": "checkpoint", "from": source}
-        if self.schedule is not None:
+        if self.strength_schedule is not None:
             weights["steps"] = steps
         return weights
 

@@ -54,7 +54,7 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         )
     names = None
     if recipe.labelled:
-        train, names = _with_classes(recipe, train, labels)
+        train, names = _in_output_order(recipe, train, labels)
     notes = train.notes
     val_split = _val_split(recipe)
     if val_split != recipe.val_split:
@@ -68,11 +68,11 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     return Images(train, val, names, notes)
 
 
-def _with_classes(
+def _in_output_order(
     recipe: Recipe, train: ImageData, labels: Sequence[str] | None
 ) -> tuple[ImageData, tuple[str, ...] | None]:
-    """Return the training images, in the order of the network's outputs where it keeps its
-    classifier, and the names of their classes.
+    """Return the training images and the names of their classes. Where the network keeps its
+    classifier, the classes come in the order of its outputs.
     """
     if train.classes == 1:
         raise RetrofitError(

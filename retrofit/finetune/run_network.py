@@ -1,5 +1,8 @@
-"""The network of a run: opened, and fitted to the images' size and the data's classes."""
+"""The network of a run: opened, fitted to the images' size and the data's classes, and copied as its
+own teacher.
+"""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -240,3 +243,31 @@ def _zero_classifier(model: Any, fresh: tuple[str, ...]) -> None:
         if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.weight" in fresh:
             for parameter in module.parameters(recurse=False):
                 nn.init.zeros_(parameter)
+
+
+def source_network(network: Network, resumed: bool = False) -> nn.Module:
+    """Return a converted network's source, to teach it: a frozen copy at strength 0.
+
+    Args:
+        network: The converted network.
+        resumed: Whether its run is resumed. Then it was checked when the run began, before the
+            first strength was set.
+
+    Raises:
+        RetrofitError: If no layer has a strength, or the network was trained since its conversion,
+            as steps or strength tell: it is no longer its source.
+    """
+    layers = surgery.strength_layers(network.model)
+    if not layers:
+        raise RetrofitError(
+            "`teacher='source'` needs layers that have a strength; convert first, or drop `teacher`"
+        )
+    trained = network.weights.get("steps") or any(layer.strength for layer in layers)
+    if trained and not resumed:
+        raise RetrofitError(
+            "`teacher='source'` is the network at strength 0, but this was trained, or raised, "
+            "since its conversion; convert the source anew and train that, or drop `teacher`"
+        )
+    source = copy.deepcopy(network.model)
+    surgery.set_strength(source, 0.0)
+    return source.eval().requires_grad_(False)

@@ -1,10 +1,8 @@
-"""What a run reports: its progress, to callbacks; how it ended; and in its folder, the metrics of
-each epoch.
-"""
+"""What a run reports: its progress, to callbacks, and in its folder the metrics of each epoch."""
 
 import csv
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,65 +50,6 @@ class RunCallback:
 
     def epoch(self, row: dict[str, Any]) -> None:
         """Called with an epoch's line of metrics."""
-
-
-@dataclass
-class Position:
-    """Where a run stands, beside its tensors, and in the end how it went."""
-
-    # Optimizer steps of the whole run.
-    steps: int
-    # Optimizer steps done.
-    step: int = 0
-    # Sum of the losses of the epoch's images so far.
-    loss_sum: float = 0.0
-    # Images of the epoch so far.
-    images: int = 0
-    # Seconds that these took.
-    seconds: float = 0.0
-    # Best validation accuracy, in percent.
-    best: float | None = None
-    # How far on the way to the target the best is, from 0 to 1.
-    best_progress: float = 0.0
-    # Metrics of each whole epoch.
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    # Names of the images that could not be read.
-    unreadable: list[str] = field(default_factory=list)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run was not asked to stop before its end."""
-        return self.step == self.steps
-
-    def begin_epoch(self, row: dict[str, Any]) -> None:
-        """Add the metrics of the epoch that is done, and begin the next."""
-        self.rows.append(row)
-        self.loss_sum = 0.0
-        self.images = 0
-        self.seconds = 0.0
-
-    def is_best(self, top1: float | None, progress: float) -> bool:
-        """Note whether an epoch is the best: the furthest on the way to the target, whatever the
-        way costs.
-        """
-        if top1 is None:
-            return False
-        if self.best is not None and (progress, top1) <= (self.best_progress, self.best):
-            return False
-        self.best = top1
-        self.best_progress = progress
-        return True
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "finished": self.finished,
-            "step": self.step,
-            "steps": self.steps,
-            "best_top1": self.best,
-            "last": self.rows[-1] if self.rows else None,
-            "unreadable": self.unreadable,
-        }
 
 
 def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:

@@ -38,7 +38,8 @@ class StrengthSchedule:
             change.
         ramp: Fraction of training over which t moves (there and back: half of it each way); 0 sets
             `end` at once.
-        start: t (no time, as `noise_start` is) at the first step, for layers that are not already above it.
+        start: The strength t at the first step, for layers that are not already above it. (Not a
+            fraction of training, unlike `noise_start`.)
         end: t after the ramp.
         noise: xi at the end of `noise_ramp`, for all layers; None keeps the xi of each layer.
         noise_start: Fraction of training at which noise begins.

@@ -12,25 +12,25 @@ from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy, evaluate, predictions
-from retrofit.finetune.processes import summed
+from retrofit.finetune.accelerator import summed
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_images import ImageSubset
 from retrofit.images.dataset import ImageData
 from retrofit.record import Preprocess
 
-# Images that a teacher labels at a time.
+# Images that a network labels at a time.
 _LABELLED_BATCH = 32
 
 
 def validation_share(
     images: ImageData | None,
     preprocess: Preprocess,
-    teacher: nn.Module | None,
+    labeller: nn.Module | None,
     accelerator: Accelerator,
 ) -> ImageData | None:
     """Return the images that this process validates on.
 
-    A teacher labels them, so that accuracy is agreement with it.
+    A labeller, if there is one, labels them: accuracy is then agreement with it.
 
     Raises:
         RetrofitError: If there are fewer images than processes.
@@ -46,10 +46,10 @@ def validation_share(
         )
     share = range(accelerator.process_index, count, processes)
     subset = ImageSubset(images.images, share, create_transform(**preprocess.to_dict()))
-    if teacher is None:
+    if labeller is None:
         return replace(images, images=subset)
     batches = DataLoader(subset, _LABELLED_BATCH)
-    subset.targets = predictions(teacher, (batch[0].to(accelerator.device) for batch in batches))
+    subset.targets = predictions(labeller, (batch[0].to(accelerator.device) for batch in batches))
     return replace(images, images=subset, outputs=None)
 
 

@@ -13,7 +13,8 @@ from retrofit.finetune import run_report
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run import finetune
 from retrofit.finetune.run_network import resume_network
-from retrofit.finetune.run_report import Position, RunCallback, Step
+from retrofit.finetune.run_position import Position
+from retrofit.finetune.run_report import RunCallback, Step
 from retrofit.networks.open_model import Network, open_model
 from tests.networks.conftest import HALF
 from tests.pictures import write_folder

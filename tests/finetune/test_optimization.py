@@ -85,9 +85,11 @@ def test_a_constant_rate_is_warmed_up_and_decays_with_the_layers(sched: str) -> 
         opt="sgd", lr=0.1, sched=sched, warmup_epochs=1, warmup_lr=0.0, layer_decay=0.5, epochs=4
     )
     optimizer = build_optimizer(converted("bnn"), recipe)
-    scheduler = optimization.build_scheduler(optimizer, recipe, steps_per_epoch=4)
+    scheduler = optimization.build_lr_schedule(optimizer, recipe, steps_per_epoch=4)
     for step, rate in ((2, 0.05), (4, 0.1), (15, 0.1)):
         scheduler.step_update(step)
         for group in optimizer.param_groups:
             assert group["lr"] == pytest.approx(rate * group["lr_scale"])
-    assert optimization.build_scheduler(optimizer, Recipe(sched="none"), steps_per_epoch=4) is None
+    assert (
+        optimization.build_lr_schedule(optimizer, Recipe(sched="none"), steps_per_epoch=4) is None
+    )

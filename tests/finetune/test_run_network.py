@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -170,3 +171,21 @@ def test_a_network_gets_the_recipes_images(pictures: Path) -> None:
         network, open_data(recipe, None, 3), recipe, lambda note: None
     )
     assert (network.preprocess.input_size, network.preprocess.crop_pct) == ((3, 48, 48), 0.9)
+
+
+@pytest.mark.parametrize("to", ["bnn", "ln-pn"])
+def test_the_teacher_is_the_source(to: str) -> None:
+    source = timm.create_model("test_resnet").eval()
+    with pytest.raises(RetrofitError, match="needs layers that have a strength"):
+        run_network.source_network(Network(source))
+    images = torch.randn(2, 3, 32, 32)
+    scores = source(images)
+    model, _ = retrofit.convert(source, to, check=False)
+    retrofit.set_strength(model, 1.0)
+    with pytest.raises(RetrofitError, match="convert the source anew"):
+        run_network.source_network(Network(model))
+    teacher = run_network.source_network(Network(model), resumed=True)
+    torch.testing.assert_close(teacher(images), scores, rtol=1e-4, atol=1e-5)
+    assert not teacher.training
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 import torch
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune.run_state import load_state, owned, save_state
+from retrofit.finetune.recipe import FREE, PLACES, Recipe
+from retrofit.finetune.run_position import Position
+from retrofit.finetune.run_state import SCHEMA, load_state, owned, save_state
 from tests.faults import faults_of, injected
 
 
@@ -168,3 +171,23 @@ def test_an_error_at_any_call_of_a_run_removes_nothing_that_was_saved(tmp_path: 
             assert weights.unique().item() in (saved[-1], saved[-1] + 1), fault
             save_state(folder, {"weights": torch.zeros(9)})
         assert not load_state(folder)["weights"].any(), fault
+
+
+# What a state of this schema keeps besides tensors: another setting, or figure, is another schema.
+KEPT = """
+pretrained match dataset train_split val_split num_classes img_size crop_pct batch_size
+grad_accum_steps epochs seed opt lr weight_decay decay_norms opt_eps momentum layer_decay clip_grad
+sched warmup_epochs warmup_lr min_lr decay_epochs decay_milestones decay_rate strength_sched
+strength_ramp strength_end noise noise_kind noise_start noise_ramp bn_momentum precise_bn freeze
+sync_norm teacher distill_loss_weight task_loss_weight kd_temperature no_aug scale ratio
+train_interpolation hflip color_jitter aa reprob smoothing mixup cutmix model_ema model_ema_decay amp
+amp_dtype channels_last
+"""
+FIGURES = "steps step loss_sum images seconds best best_progress rows unreadable"
+
+
+def test_a_state_keeps_what_its_schema_says() -> None:
+    """A run whose state lacks a setting would end in a KeyError, not in one line."""
+    kept = set(Recipe.model_fields) - FREE - PLACES
+    figures = {field.name for field in fields(Position)}
+    assert (SCHEMA, kept, figures) == (4, set(KEPT.split()), set(FIGURES.split()))

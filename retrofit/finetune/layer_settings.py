@@ -1,6 +1,5 @@
-"""A network made ready for training: layers' momentum and noise, what is trained, the teacher."""
+"""What a recipe sets in the layers of a network: momentum, kind of noise, and which are trained."""
 
-import copy
 from collections.abc import Callable, Collection
 
 from torch import nn
@@ -13,7 +12,6 @@ from retrofit.layers import FrozenBatchNorm, NormalityMixin, StrengthMixin
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.strength import odd_strengths
 from retrofit.layers.weight_standardization import WeightStandardization
-from retrofit.networks.open_model import Network
 from retrofit.running_statistics import estimated_layers
 
 # Share of the source's running statistics at the end of a run, above which the user is warned.
@@ -109,31 +107,3 @@ def _is_converted_norm(module: nn.Module) -> bool:
     if isinstance(module, WeightStandardization):
         return False
     return isinstance(module, StrengthMixin | FrozenBatchNorm)
-
-
-def source_network(network: Network, resumed: bool = False) -> nn.Module:
-    """Return a converted network's source, to teach it: a frozen copy at strength 0.
-
-    Args:
-        network: The converted network.
-        resumed: Whether its run is resumed. Then it was checked when the run began, before the
-            first strength was set.
-
-    Raises:
-        RetrofitError: If no layer has a strength, or the network was trained since its conversion,
-            as steps or strength tell: it is no longer its source.
-    """
-    layers = surgery.strength_layers(network.model)
-    if not layers:
-        raise RetrofitError(
-            "`teacher='source'` needs layers that have a strength; convert first, or drop `teacher`"
-        )
-    trained = network.weights.get("steps") or any(layer.strength for layer in layers)
-    if trained and not resumed:
-        raise RetrofitError(
-            "`teacher='source'` is the network at strength 0, but this was trained, or raised, "
-            "since its conversion; convert the source anew and train that, or drop `teacher`"
-        )
-    source = copy.deepcopy(network.model)
-    surgery.set_strength(source, 0.0)
-    return source.eval().requires_grad_(False)

@@ -1,0 +1,118 @@
+"""A run that learns nothing, and the likely cause."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.finetune.recipe import Recipe
+from retrofit.layers import MigratedGroupNorm
+from retrofit.utils.forward_pass import device_of, evaluating
+
+# A network that has begun to learn has a loss below this share of that of guessing.
+_NEAR = 0.95
+# Steps of a run that may have ended before it began to learn.
+_FEW_STEPS = 100
+# Outputs do not depend on the image if they differ between images by less than this share of their
+# difference between classes.
+_SAME = 0.05
+
+
+class ChanceWatch:
+    """Warns once, after warm-up, that a run learns nothing, and says why.
+
+    Args:
+        recipe: The settings of the run.
+        steps: The optimizer steps of the run.
+        classes: The number of classes; None if it is unknown.
+        untrained: Whether the run began with random weights.
+    """
+
+    def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
+        self._recipe = recipe
+        self._steps = steps
+        self._classes = classes
+        self._untrained = untrained
+        self._in_a_row = 0
+        self._done = False
+
+    def warning(
+        self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]
+    ) -> str | None:
+        """Return a warning after an epoch, or None.
+
+        Args:
+            row: The epoch's metrics.
+            images: How many images they were measured on.
+            model: The network.
+            few: Gives some images, (N, C, H, W), if asked.
+        """
+        epoch = row["epoch"]
+        top1 = row["val_top1"]
+        loss = row["val_loss"]
+        if self._done or loss is None or self._classes is None:
+            return None
+        is_last = epoch >= self._recipe.epochs
+        is_early = epoch < max(2, self._recipe.warmup + 1)
+        if is_early and not is_last:
+            return None
+        if not at_chance(top1, loss, images, self._classes):
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        # A rising strength may cost accuracy for an epoch.
+        if self._in_a_row < 2 and not is_last:
+            return None
+        self._done = True
+        collapsed = any(all_alike(model, some) for some in few)
+        why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
+        figures = f"top-1 {top1:.1f}% of {self._classes} classes, loss {loss:.2f}"
+        return (
+            f"warning: after epoch {epoch} the network does no better than guessing "
+            f"({figures}): {why}"
+        )
+
+
+def at_chance(top1: float, loss: float, images: int, classes: int) -> bool:
+    """Whether top-1 in percent, and mean cross-entropy, are those of guessing, up to two standard
+    errors.
+    """
+    if classes < 2:
+        return False
+    guess = 1 / classes
+    error = math.sqrt(guess * (1 - guess) / images)
+    return top1 / 100 <= guess + 2 * error and loss >= _NEAR * math.log(classes)
+
+
+def all_alike(model: nn.Module, images: Tensor) -> bool:
+    """Whether a network's outputs are the same for all images, (N, C, H, W).
+
+    A new classifier, whose outputs are all zero, does not count.
+    """
+    with evaluating(model):
+        scores = model(images.to(device_of(model))).float()
+    by_class = scores - scores.mean(dim=1, keepdim=True)
+    by_image = by_class - by_class.mean(dim=0)
+    return bool(by_image.abs().max() < _SAME * by_class.abs().max())
+
+
+def explanation(
+    model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool
+) -> str:
+    """Say what a run at chance most likely suffers from, and what to change."""
+    if not collapsed and untrained:
+        return "it began with random weights: train it longer, or begin with trained ones"
+    if not collapsed and steps < _FEW_STEPS:
+        return (
+            f"{steps} steps are few: train it longer, and if that does not help lower `lr` or "
+            "raise `warmup_epochs`"
+        )
+    cause = f"the learning rate {recipe.lr:g} is probably too high"
+    if collapsed:
+        cause = f"its features have collapsed, all images get the same answer: {cause}"
+    if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
+        cause += " for layers that take no statistics of the batch"
+    if recipe.warmup:
+        return f"{cause}; lower `lr` or raise `warmup_epochs`"
+    return f"{cause} without warm-up; lower `lr` or give `warmup_epochs=1`"

@@ -1,0 +1,96 @@
+"""A run that learns nothing."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from retrofit.finetune.chance_watch import all_alike, at_chance, explanation
+from retrofit.finetune.recipe import Recipe
+from tests.finetune.conftest import Listener, Train, small_network
+
+
+@pytest.mark.parametrize(
+    ("top1", "loss", "images", "classes", "expected"),
+    [
+        *((10.0, math.log(10), 300, 10, True), (20.0, math.log(10), 300, 10, False)),
+        (12.0, 5.0, 300, 10, True),  # sure of itself and wrong
+        (20.0, math.log(10), 10, 10, True),  # of ten images that may be luck
+        *((10.0, 1.8, 300, 10, False), (100.0, 0.0, 10, 1, False)),
+    ],
+)
+def test_at_chance(top1: float, loss: float, images: int, classes: int, expected: bool) -> None:
+    assert at_chance(top1, loss, images, classes) is expected
+
+
+def test_answers_that_are_alike() -> None:
+    images = torch.randn(6, 3, 4, 4)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
+    for weight, bias, alike in (
+        (1.0, 1.0, False),
+        (1e-3, 0.0, False),
+        (0.0, 0.0, False),
+        (0.0, 1.0, True),
+    ):
+        nn.init.normal_(
+            model[1].weight, std=weight
+        )  # small, of a classifier that has hardly begun to learn
+        nn.init.normal_(model[1].bias, std=bias)
+        assert all_alike(model, images) is alike
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "steps", "collapsed", "untrained", "said"),
+    [
+        (
+            "gn",
+            {"warmup_epochs": 0},
+            20,
+            True,
+            True,
+            "layers that take no statistics of the batch without warm-up;",
+        ),
+        ("gn", {}, 500, False, False, "; lower `lr` or raise `warmup_epochs`"),
+        (
+            "bnn",
+            {},
+            500,
+            True,
+            False,
+            "all images get the same answer: the learning rate 0.0003 is probably too high;",
+        ),
+        (
+            "bnn",
+            {},
+            20,
+            False,
+            True,
+            "it began with random weights: train it longer, or begin with",
+        ),
+        ("bnn", {}, 20, False, False, "20 steps are few: train it longer"),
+    ],
+)
+def test_the_cause(
+    to: str, settings: dict[str, Any], steps: int, collapsed: bool, untrained: bool, said: str
+) -> None:
+    assert said in explanation(
+        small_network(to).model, Recipe(**settings), steps, collapsed, untrained
+    )
+
+
+def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:
+    listener = Listener()
+    result = train(
+        "run",
+        small_network("gn"),
+        epochs=4,
+        lr=100.0,
+        opt="sgd",
+        warmup_epochs=0,
+        callback=listener,
+    )
+    (note,) = [note for note in listener.notes if "no better than guessing" in note]
+    assert "have collapsed" in note
+    assert all(row["val_loss"] > 0 for row in result.rows)
