@@ -17,6 +17,7 @@ import pytest
 import sklearn.datasets
 import timm
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 import retrofit
@@ -29,7 +30,8 @@ from tests.pictures import write_folder, write_tar
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from figures import number, table  # noqa: E402
+from figures import FIGURES as PICTURES  # noqa: E402
+from figures import IMAGES, number, table  # noqa: E402
 
 AVERAGES = ROOT / "docs" / "reference" / "averages.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")), AVERAGES]
@@ -241,6 +243,17 @@ def test_the_figures_of_readme_and_the_first_page_are_the_recorded_ones() -> Non
     assert {figure for figure in known if figure not in readme} <= set(
         re.findall(r"\d+\.\d%", first_page)
     )
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["before-training", "features", "privacy"])
+def test_the_numbers_on_a_picture_are_the_recorded_ones(name: str, theme: str) -> None:
+    figure = Figure()
+    PICTURES[name][0](figure)
+    drawn = [label.get_text() for axes in figure.axes for label in axes.texts]
+    picture = (IMAGES / f"{name}-{theme}.svg").read_text()
+    assert drawn
+    assert set(drawn) <= set(re.findall(r">(\d+(?:\.\d+)?)</text>", picture))
 
 
 def test_the_gains_where_batchnorm_fits_are_the_recorded_ones() -> None:

@@ -3,6 +3,8 @@ gradients.
 """
 
 import copy
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,9 +48,13 @@ def converted(name: str, to: str, strength: float | None = 1.0) -> nn.Module:
     return model
 
 
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
 def assert_gradients_are_a_loops(model: nn.Module, mode: str, size: int = 64) -> None:
     """Compare with single samples, each trained tensor at its own scale."""
-    x, y = torch.randn(4, 3, size, size), torch.randint(0, 5, (4,))
+    dtype = next(model.parameters()).dtype
+    x, y = torch.randn(4, 3, size, size, dtype=dtype), torch.randint(0, 5, (4,))
     source = copy.deepcopy(model)
     cross_entropy(wrap_model(model, mode)(x), y).backward()
     for i in range(len(x)):
@@ -59,7 +65,8 @@ def assert_gradients_are_a_loops(model: nn.Module, mode: str, size: int = 64) ->
                 continue
             one = model.get_parameter(name)
             error = (one.grad_sample[i] - other.grad).abs().max()
-            assert error <= 1e-5 * other.grad.abs().max().clamp_min(1e-3), (name, float(error))
+            scale = other.grad.abs().max().clamp_min(1e-3)
+            assert error <= TOLERANCE[dtype] * scale, (name, float(error))
 
 
 @pytest.mark.parametrize(
@@ -125,6 +132,67 @@ def test_residual_sums_in_place_take_mode_ew() -> None:
         RuntimeError, match="modified inplace"
     ):  # Opacus's hooks, whatever the layers
         assert_gradients_are_a_loops(converted("test_resnet", "ln"), "hooks")
+
+
+def adding_out_of_place(model: nn.Module) -> nn.Module:
+    """As the guide on privacy has it."""
+    traced = torch.fx.symbolic_trace(model)
+    for node in traced.graph.nodes:
+        if node.target is operator.iadd:
+            node.target = operator.add
+    traced.recompile()
+    return traced
+
+
+def training_norms_and_last_layer(source: nn.Module) -> nn.Module:
+    """What `fix` makes of a torchvision ResNet, in float64."""
+    model = ModuleValidator.fix(source, to="frozen").double().train().requires_grad_(False)
+    for name in [*batch_norms(source), "fc"]:
+        model.get_submodule(name).requires_grad_(True)
+    return model
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d)]
+
+
+@pytest.fixture
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.usefixtures("_float64")
+def test_a_torchvision_resnet_whose_norms_and_last_layer_are_trained(mode: str) -> None:
+    source = network("tv")
+    model = training_norms_and_last_layer(adding_out_of_place(source))
+    assert ModuleValidator.validate(model, strict=True) == []
+    assert_gradients_are_a_loops(model, mode, 32)
+    as_written = training_norms_and_last_layer(source)
+    if mode == "ew":
+        assert_gradients_are_a_loops(as_written, mode, 32)
+        return
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        assert_gradients_are_a_loops(as_written, mode, 32)
+
+
+@pytest.mark.parametrize("name", ["tv", "test_efficientnet"])
+def test_gamma_and_beta_go_back_into_batch_norm(name: str) -> None:
+    """As the guide on privacy hands a network over."""
+    source = network(name)
+    trained = ModuleValidator.fix(source, to="frozen")
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
+    source.load_state_dict(trained.state_dict(), strict=False)
+    for place in batch_norms(source):
+        batch_norm, norm = source.get_submodule(place), trained.get_submodule(f"{place}.norm")
+        batch_norm.weight.data = norm.weight.data.flatten()
+        batch_norm.bias.data = norm.bias.data
+    x = torch.randn(4, 3, 64, 64)
+    torch.testing.assert_close(source.eval()(x), trained.eval()(x), rtol=1e-4, atol=1e-5)
 
 
 class Subclass(nn.BatchNorm2d):
