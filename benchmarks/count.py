@@ -35,7 +35,7 @@ from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
 from retrofit.layers.kernels import triton as triton_kernels
 from retrofit.layers.kernels.triton import launcher, proxy
-from retrofit.layers.migrated_group_norm import MigratedGroupNorm
+from retrofit.layers.migrated_norm import MigratedGroupNorm
 
 # Operations without a launch, beside views
 _FREE = {

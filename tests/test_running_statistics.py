@@ -25,7 +25,7 @@ from retrofit.layers import (
     SyncBatchNormalNorm,
     SyncBatchNormalNormAct,
 )
-from retrofit.layers.migrated_group_norm import MigratedGroupNorm
+from retrofit.layers.migrated_norm import MigratedGroupNorm
 from retrofit.running_statistics import local_norms, sync_norms
 from retrofit.surgery.targets.dbn import DecorrelatedBatchNorm2d
 from tests.finetune.conftest import assert_same

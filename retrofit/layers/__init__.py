@@ -15,7 +15,7 @@ from retrofit.layers.batch_norm import (
 )
 from retrofit.layers.frozen_batch_norm import FrozenBatchNorm, FrozenBatchNormAct
 from retrofit.layers.group_migration import migrated_group_norm
-from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct
+from retrofit.layers.migrated_norm import MigratedGroupNorm, MigratedGroupNormAct
 from retrofit.layers.normality_mixin import NormalityMixin
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.layers.proxy_norm import ProxyNorm

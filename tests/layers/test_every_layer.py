@@ -24,6 +24,10 @@ pytestmark = pytest.mark.filterwarnings(
 ALL = pytest.mark.parametrize("name", LAYERS)
 
 
+def test_no_module_hides_a_public_name() -> None:
+    assert [name for name in layers.__all__ if not callable(getattr(layers, name))] == []
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "name", [name for name in LAYERS if name not in ("standardized weights", "proxy prelu")]

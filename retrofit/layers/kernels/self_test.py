@@ -151,7 +151,7 @@ def compare_maps(
 def _layers(channels: int) -> dict[str, Callable[[], nn.Module]]:
     """Return how to build each layer that has maps by a scale and a shift, by its name."""
     from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
-    from retrofit.layers.migrated_group_norm import MigratedGroupNorm, MigratedGroupNormAct
+    from retrofit.layers.migrated_norm import MigratedGroupNorm, MigratedGroupNormAct
     from retrofit.layers.proxy_norm import ProxyNorm
 
     def fused() -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.layers.group_migration import group_gain
-from retrofit.layers.migrated_group_norm import MigratedGroupNorm
+from retrofit.layers.migrated_norm import MigratedGroupNorm
 from tests import oracles as oracle
 
 
