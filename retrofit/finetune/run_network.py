@@ -19,10 +19,11 @@ from retrofit.finetune.divergence import not_finite
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_images import UNLABELLED, Images
 from retrofit.networks import artifact
+from retrofit.networks.identify import identify
 from retrofit.networks.model_sources import build, with_options
 from retrofit.networks.open_model import Network, open_model
-from retrofit.networks.rebuild import identify
-from retrofit.networks.saved_state import set_training_settings, state_tensors, training_settings
+from retrofit.networks.state_tensors import state_tensors
+from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import set_record
 from retrofit.utils.forward_pass import evaluating
 from retrofit.utils.text import one_line, plural, shortlist

@@ -23,12 +23,23 @@ from torch import Tensor, nn
 from retrofit import __version__, surgery
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.strength import common_strength, refuse_partial_state
-from retrofit.networks import model_sources, saved_state
+from retrofit.networks import model_sources
+from retrofit.networks.hub_connection import no_waiting_for_the_hub
+from retrofit.networks.identify import identify
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, damaged, is_artifact, seal
 from retrofit.networks.own_networks import class_source
-from retrofit.networks.rebuild import bounded_by, check_numbers, identify, rebuilt, skeleton
+from retrofit.networks.rebuild import bounded_by, check_numbers, rebuilt, skeleton
 from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs, type_problem
-from retrofit.networks.saved_state import checksum, fill, misfit, state_tensors
+from retrofit.networks.state_tensors import (
+    checksum,
+    fill,
+    misfit,
+    state_tensors,
+    tensors_to_write,
+    under_all_names,
+)
+from retrofit.networks.training_settings import set_training_settings, training_settings
+from retrofit.networks.weights_metadata import preprocess_of
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.surgery.norm_layers import find_norms
@@ -75,7 +86,7 @@ def _fetched(text: str, name: str) -> Path | None:
     def fetch(file: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(repo_id, file, revision=revision or None))
 
-    with model_sources.no_waiting_for_the_hub():
+    with no_waiting_for_the_hub():
         try:
             config = json.loads(fetch(CONFIG).read_text("utf-8"))
         # What opens a network of timm's there says why it cannot.
@@ -143,8 +154,8 @@ def save(
         structure = model
     else:
         origin, structure = identify(model, known)
-    tensors = saved_state.to_write(model, structure)
-    preprocess = preprocess or record.preprocess or model_sources.preprocess_of(model, origin)
+    tensors = tensors_to_write(model, structure)
+    preprocess = preprocess or record.preprocess or preprocess_of(model, origin)
     outputs = sample_outputs(model, preprocess.input_size)
     if not outputs.not_checked:
         _refuse_mixed_types(model, outputs)
@@ -158,7 +169,7 @@ def save(
         "labels": _labels_of(model, labels, outputs),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
         "strength": common_strength(model),
-        "training": saved_state.training_settings(model),
+        "training": training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
         "versions": {"retrofit": __version__, **_versions()},
@@ -365,13 +376,13 @@ def _restored(
                 model = skeleton(manifest.source, plans)
             else:
                 model = surgery.replay(into, plans)
-        problem = misfit(state_tensors(model), saved_state.under_all_names(model, tensors))
+        problem = misfit(state_tensors(model), under_all_names(model, tensors))
         if not problem:
             # The skeleton may be on the meta device.
             if into is None:
                 model = rebuilt(manifest.source, plans)
             fill(model, tensors)
-            saved_state.set_training_settings(model, manifest.training)
+            set_training_settings(model, manifest.training)
     # A plan of other making may ask the layers for anything.
     except Exception as error:
         raise RetrofitError(

@@ -12,7 +12,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.saved_state import fits, list_misfit, state_tensors
+from retrofit.networks.state_tensors import fits, list_misfit, state_tensors
 from retrofit.utils.text import one_line, printable, shortlist
 
 # BatchNorm's and AveragedModel's, which are no weights.

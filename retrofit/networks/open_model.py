@@ -13,15 +13,9 @@ from retrofit.networks import artifact
 from retrofit.networks.checkpoint import Checkpoint, read_checkpoint
 from retrofit.networks.load_weights import Loaded, Match, load_into
 from retrofit.networks.manifest import Manifest, is_artifact
-from retrofit.networks.model_sources import (
-    build,
-    labels_of,
-    parse,
-    preprocess_of,
-    weights_name,
-    with_options,
-)
+from retrofit.networks.model_sources import build, parse, with_options
 from retrofit.networks.own_networks import class_source
+from retrofit.networks.weights_metadata import labels_of, preprocess_of, weights_name
 from retrofit.record import ModelSource, Preprocess, record_of, set_record
 from retrofit.surgery import plans_of
 from retrofit.utils.text import plural, printable, shortlist

@@ -18,7 +18,7 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.networks.manifest import read_manifest, seal
 from retrofit.networks.model_sources import build
-from retrofit.networks.saved_state import checksum
+from retrofit.networks.state_tensors import checksum
 from retrofit.record import ModelSource
 
 HALF: dict[str, Any] = {"layers": [1, 1, 0, 0], "channels": [32, 48, 48, 48]}

@@ -25,7 +25,7 @@ from retrofit.networks import artifact
 from retrofit.networks.artifact import load, save
 from retrofit.networks.manifest import is_artifact, read_manifest
 from retrofit.networks.model_sources import build
-from retrofit.networks.saved_state import checksum, state_tensors
+from retrofit.networks.state_tensors import checksum, state_tensors
 from retrofit.record import ModelSource, Preprocess, Record, record_of
 from retrofit.utils.files import sweep
 from tests.faults import faults_of, file_size_limit, injected

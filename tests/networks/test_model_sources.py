@@ -28,8 +28,10 @@ from torchvision.models import WeightsEnum, get_model, get_model_weights, list_m
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks.artifact import load
-from retrofit.networks.model_sources import build, labels_of, parse, preprocess_of, with_options
-from retrofit.networks.rebuild import TooLargeError, bounded_by, check_numbers, identify, skeleton
+from retrofit.networks.identify import identify
+from retrofit.networks.model_sources import build, parse, with_options
+from retrofit.networks.rebuild import TooLargeError, bounded_by, check_numbers, skeleton
+from retrofit.networks.weights_metadata import labels_of, preprocess_of
 from retrofit.record import ModelSource, record_of
 from tests.networks.conftest import refused, rewrite, shapes
 

@@ -29,11 +29,12 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks import sampled_outputs, saved_state
+from retrofit.networks import sampled_outputs
 from retrofit.networks.checkpoint import read_checkpoint
 from retrofit.networks.load_weights import load_into
 from retrofit.networks.manifest import read_manifest, seal
 from retrofit.networks.model_sources import build
+from retrofit.networks.state_tensors import checksum
 from retrofit.record import ModelSource, Preprocess
 from tests.networks.conftest import built, refused, same_tensors
 
@@ -413,7 +414,7 @@ def test_mutated_artifacts(name: str, to: str, tmp_path: Path) -> None:
         else:
             if kind == 2:
                 tensors = _tensors(rng, tensors, pickled=False)
-                manifest["checksum"] = saved_state.checksum(tensors)
+                manifest["checksum"] = checksum(tensors)
             text = json.dumps(manifest) if kind == 2 else _manifest(rng, manifest)
             # As a file says it that has no checksum of its manifest, or has the right one.
             with suppress(ValueError, TypeError, AttributeError, RecursionError):

@@ -1,17 +1,14 @@
-"""What a file holds of a network beside its manifest: its tensors, and layers' settings for
-training.
+"""The tensors of a network's state dict: written to a file once each, compared with a file's, and
+filled from them.
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
-from retrofit.layers.normality_mixin import NormalityMixin, check_noise, check_noise_kind
 from retrofit.utils.text import shortlist
 
 
@@ -32,7 +29,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: original for name, original in names.items() if name != original}
 
 
-def to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
+def tensors_to_write(model: nn.Module, twin: nn.Module) -> dict[str, Tensor]:
     """Return the tensors for a file: each one once, contiguous, on the CPU, with storage of its
     own.
 
@@ -142,38 +139,3 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, target in state_tensors(model).items():
         target.data = torch.empty_like(target.data, dtype=tensors[name].dtype)
     model.load_state_dict(tensors, strict=True)
-
-
-def _check_momentum(value: Any) -> float | None:
-    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-        raise ValueError(f"momentum must be a number or None, not {value!r}")
-    return value
-
-
-SETTINGS: Mapping[str, Callable[[Any], Any]] = {
-    "momentum": _check_momentum,
-    "noise": check_noise,
-    "noise_kind": check_noise_kind,
-}
-"""What runs set on a layer and only training depends on, with what checks it."""
-
-
-def training_settings(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the settings of each normalization layer that has some, as JSON values."""
-    layers = (NormalityMixin, nn.modules.batchnorm._NormBase)
-    rows = {name: vars(layer) for name, layer in model.named_modules() if isinstance(layer, layers)}
-    return {
-        name: {key: values[key] for key in SETTINGS if key in values}
-        for name, values in rows.items()
-    }
-
-
-def set_training_settings(model: nn.Module, settings: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give layers what `training_settings` returned; AttributeError, TypeError or ValueError for
-    anything else.
-    """
-    for name, values in settings.items():
-        layer = model.get_submodule(name)
-        for key, value in values.items():
-            if key in vars(layer):
-                setattr(layer, key, SETTINGS[key](value))
