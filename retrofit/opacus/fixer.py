@@ -12,7 +12,7 @@ from torch import nn
 
 from retrofit.errors import UsageError
 from retrofit.surgery import convert, set_strength
-from retrofit.surgery.plain import plain_layer
+from retrofit.surgery.plain import plain_counterpart
 
 _TARGETS = ("frozen", "ln", "gn")
 _BATCH_NORMS = [
@@ -52,7 +52,7 @@ def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
     holder, _ = convert(nn.Sequential(module), to, check=False, **options)
     if to != "frozen":
         set_strength(holder, 1.0)
-    new = plain_layer(holder.get_submodule("0"))
+    new = plain_counterpart(holder.get_submodule("0"))
     assert new is not None
     return new.train(module.training)
 

@@ -1,23 +1,17 @@
 """Plain networks: converted networks whose layers are the libraries' own again, to train on."""
 
-import inspect
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dis import Instruction
-from types import CodeType
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from retrofit.errors import RetrofitError
 from retrofit.graph import recognition
-from retrofit.graph.dataflow import Flow, Flows
 from retrofit.graph.rewrite import replace_module
-from retrofit.graph.source_code import instructions, methods_of
-from retrofit.graph.trace import VARIADIC
 from retrofit.inputs import Inputs
 from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
 from retrofit.layers.constant_maps import LinearMap
@@ -25,14 +19,10 @@ from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
 from retrofit.record import forget_plans
 from retrofit.surgery.bypass_guards import allow_fusing
+from retrofit.surgery.sole_feeders import sole_feeders
 from retrofit.surgery.source_run import run_source
 from retrofit.utils.forward_pass import copied
 from retrofit.utils.text import plural, shortlist
-
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# Words in the names of methods that compute nothing.
-_SETTING_UP = ("init", "reset_parameters", "extra_repr")
-_ALL_CHILDREN = {"children", "named_children", "_modules", "get_submodule"}
 
 
 @torch.no_grad()
@@ -105,7 +95,7 @@ def _refuse_unless_plain(model: nn.Module) -> None:
 
 def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> nn.Module:
     """Put a plain layer in the place of every converted one; return the network to use."""
-    # They depend on gamma and beta, which are about to move into convolutions.
+    # ProxyNorms first: they depend on gamma and beta, which are about to move into convolutions.
     proxies = {
         layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)
     }
@@ -113,14 +103,16 @@ def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> n
     for name, layer in reversed(list(net.named_modules())):
         if layer in proxies:
             new: nn.Module | None = proxies[layer]
+        elif layer in feeders and isinstance(layer, ConvertedLayer):
+            new = _fold_into_feeder(layer, feeders[layer])
         else:
-            new = _plain(layer, feeders.get(layer))
+            new = plain_counterpart(layer)
         if new is not None:
             net = replace_module(net, name, new.train(layer.training))
     return net
 
 
-def plain_layer(layer: nn.Module) -> nn.Module | None:
+def plain_counterpart(layer: nn.Module) -> nn.Module | None:
     """Return the plain layer that computes what a converted one does, around its parameters.
 
     None for layers that are not converted; a RetrofitError if there is no such layer.
@@ -158,13 +150,13 @@ def _holds_constants(layer: nn.Module) -> bool:
     return isinstance(layer, MigratedGroupNorm | FrozenBatchNorm) or bool(frozen)
 
 
-def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
-    """The plain layer of a layer, whose constants go into the convolution that feeds it."""
-    if feeder is None or not isinstance(layer, ConvertedLayer):
-        return plain_layer(layer)
+def _fold_into_feeder(layer: ConvertedLayer, feeder: Any) -> nn.Module:
+    """Move a layer's constants into the convolution that feeds it alone; return the plain layer of
+    what is left.
+    """
     affine = layer.affine_map()
     new: nn.Module = named_sequence(OrderedDict(), layer)
-    # The layer is more than constants: group normalization follows them.
+    # Only a part of the layer is an affine map: group normalization comes behind it, and stays.
     if affine is None:
         affine, new = layer.plain_layer()
     assert affine is not None
@@ -180,193 +172,3 @@ def _plain(layer: nn.Module, feeder: Any) -> nn.Module | None:
             moved.bias.to(feeder.weight.dtype), requires_grad=feeder.weight.requires_grad
         )
     return new
-
-
-def sole_feeders(
-    model: nn.Module, is_norm: Callable[[nn.Module], bool]
-) -> tuple[dict[nn.Module, nn.Module], set[nn.Module]]:
-    """Return, by norm, the convolution that provably feeds it alone, and the norms whose tensors
-    other code reads.
-
-    It is proved if all of this holds:
-
-    - All code above both was traced, on every path.
-    - One method calls both. It takes no optional arguments and, in all traces, no constants.
-    - Nothing else takes the convolution's output, reads its parameters or shares them.
-    - Every norm of the same block is called.
-    - No other method of the modules that hold them mentions the convolution.
-    """
-    flows = Flows(model, is_norm)
-    norms = list(filter(is_norm, flows.names))
-    uncalled = {norm for norm in norms if norm not in flows.calls}
-    holders = Counter(
-        parameter for module in model.modules() for parameter in set(module._parameters.values())
-    )
-    feeders = {}
-    for norm in filter(flows.calls.get, norms):
-        conv = _only_feeder(flows, norm)
-        if conv is None or any(holders[parameter] > 1 for parameter in conv.parameters()):
-            continue
-        if _is_called_with(flows, conv, norm, uncalled):
-            feeders[norm] = conv
-    return feeders, flows.read.intersection(norms)
-
-
-def _only_feeder(flows: Flows, norm: nn.Module) -> nn.Module | None:
-    """The convolution that feeds every call of a norm, and whose parameters no other code reads."""
-    feeders = {_feeder(*call) for call in flows.calls[norm]}
-    conv = feeders.pop()
-    if conv is None or feeders or conv in flows.read:
-        return None
-    if len(flows.calls[conv]) != len(flows.calls[norm]):
-        return None
-    return conv
-
-
-def _is_called_with(
-    flows: Flows, conv: nn.Module, norm: nn.Module, uncalled: set[nn.Module]
-) -> bool:
-    """Whether one method calls a convolution and its norm, on every path, with all code above it
-    traced, and no other method mentions the convolution.
-    """
-    calls = (*flows.calls[norm], *flows.calls[conv])
-    places = [flow.places[node] for flow, node in calls]
-    methods = {(place.owner, place.code) for place in places}
-    owner, code = methods.pop()
-    if methods or code is None or uncalled & set(owner.modules()):
-        return False
-    both = {norm, conv}
-    above = {module for module, inside in flows.inside.items() if inside & both} - both
-    if above & flows.failures.keys():
-        return False
-    return not _mentioned(conv, code, above)
-
-
-def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
-    """The convolution whose output goes to a norm's call alone, through nothing but identities,
-    on every path; None if there is none.
-    """
-    node = flow.producer(norm)
-    while node is not None and len(flow.consumers(node)) == 1:
-        module = flow.modules.get(node)
-        if not isinstance(module, nn.Identity):
-            if not isinstance(module, nn.modules.conv._ConvNd):
-                return None
-            if not recognition.is_plain_affine(module):
-                return None
-            if any(_has_other_paths(flow, call) for call in (norm, node)):
-                return None
-            return module
-        node = flow.producer(node)
-    return None
-
-
-def _has_other_paths(flow: Flow, node: fx.Node) -> bool:
-    """Whether the method that makes a call may take a path that was not traced.
-
-    It may if it, or an override that calls it, takes an optional argument or one that is no value
-    under trace, or if the trace turned a value into a number.
-    """
-    place = flow.places[node]
-    _, constants = flow.variables[node]
-    # Code that fx generated from a graph has no source to read.
-    if place.code is None or flow.size is not None:
-        return True
-    arguments = _arguments_down_to(place.code, type(place.owner))
-    if arguments is None:
-        return True
-    return any(_is_optional(argument) or argument.name in constants for argument in arguments)
-
-
-def _arguments_down_to(code: CodeType, cls: type) -> list[inspect.Parameter] | None:
-    """Return the arguments of the method that has a code, and of its overrides in a class; None if
-    that is not known.
-    """
-    arguments: list[inspect.Parameter] = []
-    for method in [vars(base).get(code.co_name) for base in cls.__mro__]:
-        if method is None:
-            continue
-        function = inspect.unwrap(method)
-        if not inspect.isfunction(function):
-            return None
-        arguments += list(inspect.signature(method).parameters.values())[1:]
-        if function.__code__ is code:
-            return arguments
-    return None
-
-
-def _is_optional(argument: inspect.Parameter) -> bool:
-    optional_kinds = (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)
-    return argument.default is not argument.empty or argument.kind in optional_kinds
-
-
-def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool:
-    """Whether a method besides `method` mentions a convolution by name, or its container other than
-    to call it.
-    """
-    named = _names_of(conv, above)
-    for owner in above:
-        for function in methods_of(type(owner)):
-            is_setup = any(word in function.__name__ for word in _SETTING_UP)
-            if is_setup or function.__code__ == method:
-                continue
-            for name, module in named:
-                if _uses(function.__code__, name, owner, module, calls=module is not conv):
-                    return True
-    return False
-
-
-def _names_of(conv: nn.Module, above: set[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the names that modules above a convolution have for it, or for a container of it."""
-    containers = {holder for holder in above if type(holder) in _CONTAINERS}
-    mentions = [conv]
-    for module in mentions:
-        mentions += [holder for holder in containers if module in holder.children()]
-    return [
-        (name, module)
-        for holder in above - containers
-        for name, module in holder._modules.items()
-        if module in mentions
-    ]
-
-
-def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
-    """Whether the code of a method of `owner` uses a module by its name, or all children.
-
-    It does not if `self.name` is another module, or if the code only tests for the module, takes
-    its shape, or, with `calls`, calls it.
-    """
-    steps = list(instructions(code))
-    around = zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False)
-    for before, step, after in around:
-        if (step.opname, step.argval) == ("LOAD_CONST", name):
-            return True
-        if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or _only_asks(after):
-            continue
-        if step.argval in _ALL_CHILDREN:
-            return True
-        if step.argval != name or (calls and _is_method(step)):
-            continue
-        if not _is_self(before) or getattr(owner, name, None) is module:
-            return True
-    return False
-
-
-def _is_method(step: Instruction) -> bool:
-    """Whether a step loads an attribute to call it."""
-    return step.opname == "LOAD_METHOD" or "NULL" in step.argrepr
-
-
-def _is_self(step: Instruction) -> bool:
-    """Whether a step loads `self`; Python 3.13 loads two at once."""
-    if not step.opname.startswith("LOAD_FAST"):
-        return False
-    if isinstance(step.argval, tuple):
-        return bool(step.argval[-1] == "self")
-    return bool(step.argval == "self")
-
-
-def _only_asks(after: Instruction) -> bool:
-    """Whether a step that follows a module's mention tests it, or takes its shape."""
-    tests = "JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None"
-    return tests or after.argval in nn.Conv1d.__constants__
