@@ -53,7 +53,8 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
     from retrofit.networks.open_model import open_model
-    from retrofit.surgery.norm_layers import find_norms, functional_norms
+    from retrofit.surgery.functional_norms import functional_norms
+    from retrofit.surgery.norm_layers import find_norms
 
     opening = taken(arguments, open_model)
     # What is left are the options of a conversion.

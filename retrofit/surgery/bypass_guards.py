@@ -1,4 +1,5 @@
-"""Guards against code that computes a converted layer's source without calling the layer.
+"""Changes of a network that keep its code from bypassing a converted layer, by computing its source
+without calling it.
 
 Each function is one situation. It changes the network so that such code calls the layer or stops
 with a reason, and returns a note for the report, empty where the network has no such code.

@@ -13,10 +13,11 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs, call_with
 from retrofit.layers.strength import StrengthMixin, check_strength, strength_layers
 from retrofit.record import network_in, set_record
-from retrofit.surgery.bypassed_layers import refuse_bypassed
+from retrofit.surgery.bypass_detection import refuse_bypassed
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.norm_layers import NormLayer, find_norms, functional_norms, proved_on_shapes
+from retrofit.surgery.functional_norms import functional_norms
+from retrofit.surgery.norm_layers import NormLayer, find_norms, proved_on_shapes
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import Patterns, PlanRequest, plan_and_sites, refuse_constants
 from retrofit.surgery.source_run import HALF, run_source
@@ -95,6 +96,7 @@ def convert(
     size = _size_of_samples(inputs, input_size)
     if size:
         set_record(conversion.converted, input_size=size)
+    # The caller's object may wrap the network.
     if conversion.converted is conversion.network:
         return model, conversion.report
     return conversion.converted, conversion.report

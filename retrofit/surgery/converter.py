@@ -71,8 +71,10 @@ class Converter(ABC):
         """
         raise NotImplementedError
 
-    def keeps(self, layer: NormLayer) -> bool:
-        """Whether a layer that counts as converted stays, and only what follows it changes."""
+    def converts_in_place(self, layer: NormLayer) -> bool:
+        """Whether nothing is built for a layer with status "converted": `finish` changes what
+        follows it.
+        """
         return False
 
     @abstractmethod
@@ -84,7 +86,7 @@ class Converter(ABC):
     def finish(
         self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]
     ) -> Sequence[str]:
-        """Edit what lies around the converted layers, at sites by norm and place as in `EditRow`;
+        """Edit what lies around the converted layers, at sites by norm and call as in `EditRow`;
         return notes.
         """
         return ()

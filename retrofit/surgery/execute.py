@@ -22,12 +22,12 @@ from retrofit.utils.text import plural
 
 
 def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
-    """Execute a plan, made for this model or one of the same structure, in place; new layers start
-    at strength 0.
+    """Carry out a plan in place, whole or not at all: whatever is raised, or interrupts, leaves the
+    model as it was.
 
-    Layers that were converted before keep their strength. Parameters are moved, not copied, so that
-    an optimizer that holds them keeps working. Whatever is raised, or interrupts, leaves the model
-    as it was.
+    The plan was made for this model or one of the same structure. New layers start at strength 0;
+    layers that were converted before keep theirs. Parameters are moved, not copied, so that an
+    optimizer that holds them keeps working.
 
     Returns:
         The network to use (another object only if `model` itself is a normalization layer), and the
@@ -39,6 +39,7 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
     """
     network = network_in(model)
     part = _part_of(network, plan)
+    # `plans_of` sets `part` where a part was converted by itself; from here on, that is the model.
     part_plan = replace(plan, part="")
     converter = converter_for(plan.to)
     norms = list(find_norms(part))
@@ -88,8 +89,8 @@ def execute(
     norms: Sequence[NormLayer],
     sites: Sites | None,
 ) -> tuple[nn.Module, Report]:
-    """Execute a plan on the layers that were found in the model, and leave it half done if anything
-    is raised.
+    """The steps of `apply`, on layers and sites that the caller found; what is raised leaves the
+    model half done.
 
     Args:
         plan: The plan.
@@ -108,9 +109,9 @@ def execute(
     set_record(model, plans=(*plans_of(model), plan))
     device = device_of(model)
     params_before = _count_parameters(model)
-    sites_by_place = _sites_by_place(plan, sites)
+    sites_by_call = _sites_by_call(plan, sites)
     layers = {norm.name: norm for norm in norms}
-    rows = [row for row in plan.converted if not converter.keeps(layers[row.name])]
+    rows = [row for row in plan.converted if not converter.converts_in_place(layers[row.name])]
     built = _build(converter, rows, layers, device)
     for row in rows:
         new = built[layers[row.name].module]
@@ -122,9 +123,9 @@ def execute(
     converted = set(built.values())
     bypass_guards.keep_transformer_off_its_fast_path(model, converted)
     notes = [
-        plan.activations,
+        plan.note_on_activations,
         _note_on_thawed(built),
-        *converter.finish(model, plan, sites_by_place),
+        *converter.finish(model, plan, sites_by_call),
         bypass_guards.refuse_fusing(model, converted),
         bypass_guards.stop_packing_of_masked_tokens(model, converted),
     ]
@@ -137,19 +138,19 @@ def execute(
     return model, report
 
 
-def _sites_by_place(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Site]:
-    """Return the sites by norm and place; refuse a plan for an activation that is absent."""
+def _sites_by_call(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Site]:
+    """Return the sites by norm and call; refuse a plan for an activation that is absent."""
     if sites is None:
         return {}
-    sites_by_place = {(site.norm, site.call_index): site for site in sites.sites}
-    followed = {place for place, site in sites_by_place.items() if site.activation is not None}
+    sites_by_call = {(site.norm, site.call_index): site for site in sites.sites}
+    followed = {call for call, site in sites_by_call.items() if site.activation is not None}
     lost = plan.proxied - followed
     if lost:
         raise RetrofitError(
             f"the plan was made for another model: here no activation follows {min(lost)[0]}; make "
             "a new plan"
         )
-    return sites_by_place
+    return sites_by_call
 
 
 def _build(

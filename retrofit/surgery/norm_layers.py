@@ -1,31 +1,25 @@
-"""Which modules of a network are normalization layers, and of which family; and which functions
-normalize without a layer.
+"""Which modules of a network are normalization layers, and of which family.
 
 Layers are matched by exact class. Classes are named by module path, so that neither timm nor
 torchvision is imported. A class that is not in the table may compute something else: it is taken
-for a known one if that is proved (`same_formula.py`), and reported otherwise.
+for a known one if that is proved (`foreign_norms.py`), and reported otherwise.
 """
 
 import re
-import types
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from retrofit.graph.source_code import instructions, methods_of
 from retrofit.layers import StrengthMixin
 from retrofit.registry import FAMILIES
+from retrofit.surgery.foreign_norms import Formula, full_name, proved_formula, verdict_on
 from retrofit.surgery.plan_and_report import LayerRow, Status
-from retrofit.surgery.same_formula import Formula, agrees, full_name, proved_formula
-from retrofit.utils.text import ROOT, shortlist
 
 _TORCH = "torch.nn.modules"
 _TIMM = "timm.layers"
@@ -134,10 +128,10 @@ class NormLayer:
 
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:
-    """Yield every normalization layer of `model`, under every name it is registered by, in the
-    model's order.
+    """Yield every normalization layer of `model`, under every name it is registered by, in the order
+    of `named_modules`, which need not be that of the calls.
     """
-    parametrizations = _inside_parametrizations(model)
+    parametrizations = inside_parametrizations(model)
     for name, module in model.named_modules(remove_duplicate=False):
         norm = None
         if module not in parametrizations:
@@ -163,7 +157,9 @@ def proved_on_shapes(
 
 
 def _proved_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
-    if norm.formula is None or not shapes or agrees(norm.module, norm.formula, shapes):
+    if norm.formula is None or not shapes:
+        return norm
+    if verdict_on(norm.module, norm.formula, shapes) == "same":
         return norm
     formula = proved_formula(norm.module, KNOWN, shapes)
     if isinstance(formula, Formula):
@@ -177,7 +173,7 @@ def _proved_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
     return replace(norm, status="unsupported", reason=reason)
 
 
-def _inside_parametrizations(model: nn.Module) -> set[nn.Module]:
+def inside_parametrizations(model: nn.Module) -> set[nn.Module]:
     """Return the modules that compute a layer's tensors, which are no normalization layers:
     `_SpectralNorm` for one.
     """
@@ -302,65 +298,3 @@ def _why_not_as_its_class(module: nn.Module) -> str:
         "torch.nn.utils.prune.remove, remove_weight_norm, remove_spectral_norm or "
         "parametrize.remove_parametrizations"
     )
-
-
-_NAMES = (
-    "batch_norm",
-    "instance_norm",
-    "layer_norm",
-    "group_norm",
-    "rms_norm",
-    "local_response_norm",
-)
-_FUNCTIONS = {
-    getattr(home, name): name
-    for home in (functional, torch)
-    for name in _NAMES
-    if hasattr(home, name)
-}
-
-
-def functional_norms(model: nn.Module, norms: Sequence[NormLayer]) -> list[str]:
-    """Return a sentence for each normalization that the network's code calls as a function: no
-    conversion sees it.
-
-    `norms` are the normalization layers of the network, whose code is left out.
-    """
-    names_by_call: dict[tuple[str, str], list[str]] = defaultdict(list)
-    layers = _inside_parametrizations(model) | {norm.module for norm in norms}
-    for name, module in model.named_modules():
-        if module in layers:
-            continue
-        cls: Any = type(module)
-        for function in _called_norms(cls):
-            names_by_call[function, cls.__name__].append(name or ROOT)
-    return [
-        f"{function} is called as a function in {label} ({shortlist(names)}): it is no layer, "
-        "and stays as it is"
-        for (function, label), names in names_by_call.items()
-    ]
-
-
-@cache
-def _called_norms(cls: Any) -> list[str]:
-    """Return the names of torch's normalization functions that a class's methods call by a global
-    name, such as `F.layer_norm` or `layer_norm`, unless they normalize weights.
-    """
-    called = []
-    for method in methods_of(cls):
-        value: Any = None
-        steps = list(instructions(method.__code__))
-        for number, step in enumerate(steps):
-            if step.opname == "LOAD_GLOBAL":
-                value = method.__globals__.get(step.argval)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                value = getattr(value, step.argval, None)
-            else:
-                value = None
-            if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-                continue
-            # Weight standardization normalizes `self.weight`, which it loads next.
-            following = [(later.opname, later.argval) for later in steps[number + 1 : number + 4]]
-            if value in _FUNCTIONS and ("LOAD_ATTR", "weight") not in following:
-                called.append(_FUNCTIONS[value])
-    return list(dict.fromkeys(called))

@@ -37,7 +37,8 @@ class LayerRow:
     name: str
     # Class name of the source layer.
     source: str
-    # Class name of the layer that replaces it; None unless `status` is "converted".
+    # Class name of the layer that replaces it; None unless `status` is "converted" (an `EditRow` that
+    # names no layer has "").
     target: str | None
     # "converted", "kept" (by a rule, or as it is what it should be already) or "unsupported".
     status: Status
@@ -65,7 +66,7 @@ class EditRow(LayerRow):
     kind: str = "activation"
     # Name of the normalization layer it belongs to, if there is one.
     norm: str = ""
-    # Index of the place, among those that call this layer, that it belongs to.
+    # Which of the places that call this layer it belongs to, counted from 0.
     place: int = 0
 
     @property
@@ -84,7 +85,7 @@ class Plan:
 
     # The target, e.g. "bnn".
     to: str
-    # In the model's order.
+    # In the order of `named_modules`, which need not be that of the calls.
     layers: tuple[LayerRow, ...]
     # The arguments that made the plan, for the record.
     options: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class Plan:
 
     @property
     def proxied(self) -> set[tuple[str, int]]:
-        """Norm and place of each activation that is converted."""
+        """Norm and call, as in `EditRow`, of each activation that is converted."""
         return {
             (row.norm, row.place)
             for row in self.edits
@@ -114,7 +115,7 @@ class Plan:
         return {status: counted[status] for status in ("converted", "kept", "unsupported")}
 
     @property
-    def activations(self) -> str:
+    def note_on_activations(self) -> str:
         """How many activations are converted, and why others are not, in a sentence; empty if all
         are.
         """

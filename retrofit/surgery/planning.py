@@ -16,7 +16,8 @@ from retrofit.graph.norm_sites import Sites
 from retrofit.record import network_in
 from retrofit.registry import FAMILIES, target_named
 from retrofit.surgery.converter import Converter, converter_for
-from retrofit.surgery.norm_layers import NormLayer, find_norms, functional_norms
+from retrofit.surgery.functional_norms import functional_norms
+from retrofit.surgery.norm_layers import NormLayer, find_norms
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 from retrofit.utils.text import one_line, plural, shortlist
 
@@ -240,13 +241,13 @@ def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites |
     """Refuse a target that is pointless without activations where it would convert none."""
     if not converter.takes_activations or plan.proxied:
         return
-    if not converter.identity and not plan.activations:
-        # A network of linear layers may do without any.
+    # None is converted and none is left: the network has none, as one of linear layers.
+    if not converter.identity and not plan.note_on_activations:
         return
     plainer = "gn"
     if converter.identity:
         plainer = plan.to.removesuffix("-pn")
-    why = plan.activations or "none follows a norm"
+    why = plan.note_on_activations or "none follows a norm"
     if sites is not None and sites.hindrance:
         why = f"what follows its norm is unknown: {sites.hindrance}"
     raise RetrofitError(
@@ -294,6 +295,7 @@ def _makes_constants(row: LayerRow, norm: NormLayer, shapes: Sequence[torch.Size
         # A GroupNorm keeps its groups.
         return False
     channels = len(mean)
+    # gn and ln settle `num_groups`, evonorm-s0 `groups`; frn-tlu normalizes each channel by itself.
     groups = row.options.get("num_groups", row.options.get("groups", channels))
     positions = [math.prod(shape[2:]) for shape in shapes]
     if not positions and norm.known_class == "BatchNorm1d":

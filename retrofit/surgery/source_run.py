@@ -1,4 +1,6 @@
-"""The source of a conversion, run before anything is changed."""
+"""A run of the network that is about to be converted, a conversion's source: its outputs are what the
+converted one is compared with.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -98,7 +98,7 @@ def test_it_comes_back_in_its_own_network_alone(
     tmp_path: Path, make: Make, to: str, other: Make, message: str
 ) -> None:
     model, report = retrofit.convert(make(), to, input_size=(3, 64, 64))
-    assert to != "ln-pn" or "5 of 9 activations" in report.plan.activations
+    assert to != "ln-pn" or "5 of 9 activations" in report.plan.note_on_activations
     retrofit.set_strength(model, 1.0)
     retrofit.save(model, tmp_path / "a.safetensors")
     with refused(message):

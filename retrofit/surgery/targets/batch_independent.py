@@ -99,7 +99,7 @@ class BatchIndependentConverter(Converter):
                     "leave it out"
                 )
 
-    def keeps(self, layer: NormLayer) -> bool:
+    def converts_in_place(self, layer: NormLayer) -> bool:
         return layer.family == "gn"
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:

@@ -371,6 +371,7 @@ class DecorrelatedConverter(NormalityConverter):
             return (
                 f"{layer.family_name} has no function-preserving path to whitening over the batch"
             )
+        # Every BatchNorm has a registered counterpart but torch's and timm's synchronized ones.
         if layer_named(cls) is None:
             return (
                 "whitening matrices are not synchronized between processes; convert it to "

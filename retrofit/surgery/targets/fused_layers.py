@@ -139,8 +139,8 @@ class FusedConverter(Converter):
     def finish(
         self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]
     ) -> Sequence[str]:
-        for place in sorted(plan.proxied):
-            site = sites[place]
+        for call in sorted(plan.proxied):
+            site = sites[call]
             # A fused activation went with its layer.
             if site.activation is not None and site.activation.kind != "fused":
                 replace_activation(model, site, nn.Identity(), "act")

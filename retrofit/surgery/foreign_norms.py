@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,15 +24,16 @@ from retrofit.utils.snapshot import left_as_it_was
 
 _EPSILONS = (1e-5, 1e-6, 1e-3, 1e-12)
 _PROCESSES = re.compile(r"^dist(ributed)?$|world_size|process_group|all_(reduce|gather)|sync")
-_MODULE = ("train", "eval", "__call__", "parameters", "named_parameters")
-_MAPS = "torchvision.models.convnext.LayerNorm2d"
-_ROWS = "torch.nn.modules.normalization.LayerNorm"
+_METHODS_OF_MODULE = ("train", "eval", "__call__", "parameters", "named_parameters")
+_LAYER_NORM_2D = "torchvision.models.convnext.LayerNorm2d"
+_LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
 _FROZEN = "torchvision.ops.misc.FrozenBatchNorm2d"
-_FUSED = {
+# timm's class that fuses a known class with an activation.
+_WITH_ACTIVATION = {
     "torch.nn.modules.batchnorm.BatchNorm2d": "timm.layers.norm_act.BatchNormAct2d",
     "torch.nn.modules.normalization.GroupNorm": "timm.layers.norm_act.GroupNormAct",
-    _ROWS: "timm.layers.norm_act.LayerNormAct",
-    _MAPS: "timm.layers.norm_act.LayerNormAct2d",
+    _LAYER_NORM: "timm.layers.norm_act.LayerNormAct",
+    _LAYER_NORM_2D: "timm.layers.norm_act.LayerNormAct2d",
 }
 
 
@@ -65,11 +66,11 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-_BASES = {
+# torch's private bases, and the classes that fix the number of an input's dimensions.
+_CLASSES_BY_BASE = {
     nn.modules.batchnorm._BatchNorm: ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
     nn.modules.instancenorm._InstanceNorm: ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
 }
-"""torch's private bases, and the classes that fix the number of an input's dimensions."""
 
 _PROVED: WeakKeyDictionary[nn.Module, Formula | str] = WeakKeyDictionary()
 # By class and settings: which candidate agrees, or why none does.
@@ -77,6 +78,9 @@ _AGREEING: dict[tuple[type, str], int | str] = {}
 
 # Tensors, children and hooks, which are described by themselves or are not called.
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+# What a comparison says of two layers: "refused" if the foreign one takes none of the inputs.
+Verdict = Literal["same", "different", "refused"]
 
 ANOTHER_FUNCTION = "another function on random inputs"
 
@@ -111,7 +115,7 @@ def _proved_by_class(module: nn.Module, candidates: Sequence[Formula]) -> Formul
     if isinstance(agreeing, str):
         return agreeing
     formula = candidates[agreeing]
-    if not agrees(module, formula, random=False):
+    if verdict_on(module, formula, random=False) != "same":
         return ANOTHER_FUNCTION
     return formula
 
@@ -135,11 +139,11 @@ def _first_agreeing(
         return reason
     verdicts = set()
     for formula in candidates:
-        verdict = agrees(module, formula, shapes)
-        if verdict:
+        verdict = verdict_on(module, formula, shapes)
+        if verdict == "same":
             return formula
         verdicts.add(verdict)
-    if False in verdicts:
+    if "different" in verdicts:
         return ANOTHER_FUNCTION
     return "compared with nothing: it takes none of the inputs that the known layer takes"
 
@@ -149,23 +153,23 @@ def _unprovable(module: nn.Module) -> str:
     names = {name for method in methods_of(type(module)) for name in method.__code__.co_names}
     if any(map(_PROCESSES.search, names)):
         return "it may exchange values with other processes, which no comparison shows"
-    for name in _MODULE:
+    for name in _METHODS_OF_MODULE:
         if getattr(type(module), name) is not getattr(nn.Module, name):
             # A `train` of its own, for example, may keep the module in evaluation.
             return f"it has a `{name}` of its own, which no comparison shows"
     return ""
 
 
-def agrees(
+def verdict_on(
     module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = (), random: bool = True
-) -> bool | None:
-    """Whether a layer computes what a known class does; None if it takes none of the inputs.
+) -> Verdict:
+    """Return whether a layer computes what a known class does.
 
     The inputs have the given shapes, or all that fit the known class. Parameters and statistics are
     random, or the layer's own, which a layer on the meta device lacks. The layer is not changed.
     """
     if not random and any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return True
+        return "same"
     # Anything may come out of a layer's own code.
     with suppress(Exception), left_as_it_was(module):
         other = formula.layer(module)
@@ -173,9 +177,11 @@ def agrees(
         # Some layers take no double precision; these are compared in single.
         for dtype in (torch.float64, torch.float32):
             verdicts = _verdicts(module, other, shapes, random, dtype)
-            if verdicts != {None}:
-                return False not in verdicts
-    return None
+            if "different" in verdicts:
+                return "different"
+            if "same" in verdicts:
+                return "same"
+    return "refused"
 
 
 def _verdicts(
@@ -184,13 +190,13 @@ def _verdicts(
     shapes: Sequence[Sequence[int]],
     random: bool,
     dtype: torch.dtype,
-) -> set[bool | None]:
+) -> set[Verdict]:
     """Compare two layers on seeded inputs of every shape, in evaluation and in training."""
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         values = _values(module, random, dtype)
         return {
-            _same((module, other), values, x, training)
+            _verdict_on_input((module, other), values, x, training)
             for shape in shapes
             for x in _inputs(shape, dtype)
             for training in (False, True)
@@ -205,7 +211,7 @@ def _candidates(module: nn.Module, known: set[str]) -> list[Formula]:
     parent = next((name for name in ancestors if name in known), None)
     plain = _by_tensors(module) if parent is None else [Formula(parent)]
     if isinstance(module, nn.LayerNorm):
-        plain.append(Formula(_MAPS))
+        plain.append(Formula(_LAYER_NORM_2D))
     return plain + _with_activation(module, plain)
 
 
@@ -213,7 +219,7 @@ def _by_tensors(module: Any) -> list[Formula]:
     """Return the formulas that a layer derived from no known class may have, by its base of torch's
     or its tensors.
     """
-    for base, names in _BASES.items():
+    for base, names in _CLASSES_BY_BASE.items():
         if isinstance(module, base):
             return [Formula(f"{base.__module__}.{name}") for name in names]
     epsilons = _epsilons(module)
@@ -229,7 +235,7 @@ def _by_tensors(module: Any) -> list[Formula]:
             "elementwise_affine": True,
             "eps": eps,
         }
-        formulas += [Formula(_ROWS, settings), Formula(_MAPS, settings)]
+        formulas += [Formula(_LAYER_NORM, settings), Formula(_LAYER_NORM_2D, settings)]
     return formulas
 
 
@@ -249,9 +255,9 @@ def _with_activation(module: nn.Module, plain: Sequence[Formula]) -> list[Formul
         return []
     fused = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
     return [
-        Formula(_FUSED[formula.class_path], {**formula.attributes, **fused})
+        Formula(_WITH_ACTIVATION[formula.class_path], {**formula.attributes, **fused})
         for formula in plain
-        if formula.class_path in _FUSED
+        if formula.class_path in _WITH_ACTIVATION
     ]
 
 
@@ -315,11 +321,11 @@ def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Te
     return values
 
 
-def _same(
+def _verdict_on_input(
     layers: Sequence[Any], values: dict[str, Tensor], x: Tensor, training: bool
-) -> bool | None:
-    """Whether copies of a layer and its candidate, with the given values, agree on an input: in
-    outputs, gradients and buffers. None if the layer refuses the input. No hook is called.
+) -> Verdict:
+    """Compare copies of a layer and its candidate, with the given values, on an input: in outputs,
+    gradients and buffers. No hook is called.
     """
     results: list[list[Tensor | None]] = []
     for layer in layers:
@@ -330,13 +336,15 @@ def _same(
         # A layer's own code may raise anything, and a known class may take inputs that it refuses.
         except Exception:
             if results:
-                return False
-            return None
+                return "different"
+            return "refused"
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
         parameters = [value for value in copy._parameters.values() if value is not None]
         grads = torch.autograd.grad((out * weights).sum(), [inputs, *parameters], allow_unused=True)
         results.append([out, *grads, *copy._buffers.values()])
-    return all(map(_close, *results))
+    if all(map(_close, *results)):
+        return "same"
+    return "different"
 
 
 def _with_values(layer: Any, values: dict[str, Tensor], training: bool) -> Any:

@@ -1,4 +1,6 @@
-"""Layers that a network's code bypasses: it computes with their tensors and never calls them."""
+"""A run that shows which converted layers a network bypasses: it computes with their tensors and
+never calls them.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
