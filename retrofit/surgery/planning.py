@@ -295,7 +295,7 @@ def _makes_constants(row: LayerRow, norm: NormLayer, shapes: Sequence[torch.Size
         # A GroupNorm keeps its groups.
         return False
     channels = len(mean)
-    # gn and ln settle `num_groups`, evonorm-s0 `groups`; frn-tlu normalizes each channel by itself.
+    # gn and ln (and -pn) settle `num_groups`, evonorm-s0 `groups`; frn-tlu takes each channel alone.
     groups = row.options.get("num_groups", row.options.get("groups", channels))
     positions = [math.prod(shape[2:]) for shape in shapes]
     if not positions and norm.known_class == "BatchNorm1d":

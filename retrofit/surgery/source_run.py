@@ -1,5 +1,5 @@
-"""A run of the network that is about to be converted, a conversion's source: its outputs are what the
-converted one is compared with.
+"""A run of a network that is about to be changed, the source: the changed one is compared with its
+outputs.
 """
 
 from collections.abc import Iterable, Sequence
