@@ -31,7 +31,7 @@ Make = Callable[[], nn.Module]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_typed(
+def _nothing_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # start as a process in which nobody named a network
     monkeypatch.setattr(own_networks, "named_builders", {})
