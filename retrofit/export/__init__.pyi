@@ -1,4 +1,4 @@
-from .fold_network import fold
+from .folding import fold
 from .onnx_export import export_onnx
 from .report import ExportReport
 

@@ -48,10 +48,11 @@ class Program:
     shapes: torch.export.ShapesCollection
     # Names of the BatchNorm layers, frozen ones too
     batch_norms: frozenset[str]
-    # What each layer that is called has become: see `FoldedLayer`
+    # What each normalization layer that is called has become (see `FoldedLayer`); called or not, one
+    # whose forward is somebody's own
     layers: dict[str, str] = field(default_factory=dict)
-    # Why the network was not captured
-    note: str = ""
+    # Why the network was not captured; empty if it was
+    not_captured: str = ""
 
     def exported(self) -> torch.export.ExportedProgram:
         """Capture the module again, as it is now, without the checks of its input."""
@@ -92,13 +93,15 @@ def capture(
     )
     powers = _put_forms(net, program.layers, lambdas or {})
     if is_detector:
-        program.note = "detectors sort and suppress boxes, which torch.export cannot capture"
+        program.not_captured = (
+            "detectors sort and suppress boxes, which torch.export cannot capture"
+        )
         return program
     try:
         with announced_if_slow("torch.export is capturing the network"), _one_node_each(powers):
             exported = _exported(net, call, program.shapes, functional=True)
     except RetrofitError as error:
-        program.note = str(error)
+        program.not_captured = str(error)
         return program
     program.module = _checked_module(exported, call)
     return program
@@ -122,22 +125,24 @@ def _put_forms(
     net: nn.Module, layers: dict[str, str], lambdas: Mapping[str, float]
 ) -> list[nn.Module]:
     """Let the converted layers of a network compute by their forms, and note in `layers` what each
-    becomes when it is called; return the power transforms in the forms.
+    normalization becomes when it is called; return the power transforms in the forms.
     """
     converted = {
         name: layer for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)
     }
     powers: list[nn.Module] = []
     for name, layer in converted.items():
+        is_norm = not isinstance(layer, _NO_NORMS)
         # Somebody's own forward is another function than the form
         if "forward" in vars(layer):
-            layers[name] = "kept"
+            if is_norm:
+                layers[name] = "kept"
             continue
         form = layer.inference_form()
         form_name = _form_name(layer, form)
         if name in lambdas and _freeze_estimates(form, lambdas[name]):
             form_name = "frozen"
-        if isinstance(layer, _NO_NORMS):
+        if not is_norm:
             form_name = ""
         vars(layer)["forward"] = _FormCall(form, layers, name, form_name).forward
         powers += [part for part in form.modules() if isinstance(part, inference_forms.TwoBranch)]

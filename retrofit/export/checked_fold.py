@@ -12,9 +12,9 @@ from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.choose import choose
 from retrofit.export.capture import Program, capture
-from retrofit.export.fold_constants import fold_program
 from retrofit.export.graph_nodes import layer_of
-from retrofit.export.power_operator import Fit
+from retrofit.export.graph_passes import fold_program
+from retrofit.export.power_operator import Replacement
 from retrofit.export.report import FoldedLayer
 from retrofit.export.request import Request
 from retrofit.inputs import Call
@@ -34,7 +34,7 @@ class FoldedNetwork(NamedTuple):
 
 
 def checked_fold(request: Request) -> FoldedNetwork:
-    """Fold the requested network; where it cannot be captured, its program's `note` says why.
+    """Fold the requested network; where it cannot be captured, its program's `not_captured` says why.
 
     Raises:
         RetrofitError: If the network answers with no numbers, does not take other numbers of
@@ -52,11 +52,11 @@ def checked_fold(request: Request) -> FoldedNetwork:
         # Detectors are compared part by part.
         is_detector=any(part.stage for part in reference.parts),
     )
-    fits: Mapping[Node, Fit] = {}
-    if program.note:
-        program.note += _advice_on_capture(request)
+    fits: Mapping[Node, Replacement] = {}
+    if program.not_captured:
+        program.not_captured += _advice_on_capture(request)
         if request.fold == "poly":
-            raise RetrofitError(f"{program.note}; `fold='exact'` may do")
+            raise RetrofitError(f"{program.not_captured}; `fold='exact'` may do")
     else:
         _refuse_fixed_batch(program, reference)
         if request.fold == "poly":
@@ -64,7 +64,7 @@ def checked_fold(request: Request) -> FoldedNetwork:
         fold_program(program, fits)
     comparison = reference.compare(program.module)
     if comparison.differs:
-        raise ComparisonError(comparison, *_difference(request, program))
+        raise ComparisonError(comparison, *_claim_and_advice(request, program))
     return FoldedNetwork(program, _folded_layers(program, fits), reference, comparison)
 
 
@@ -103,11 +103,11 @@ def _refuse_fixed_batch(program: Program, reference: Reference) -> None:
             ) from error
 
 
-def _approximations(program: Program, request: Request) -> dict[Node, Fit]:
+def _approximations(program: Program, request: Request) -> dict[Node, Replacement]:
     return choose(program.module, request.degree, request.allowed, request.fitted, request.unseen)
 
 
-def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLayer, ...]:
+def _folded_layers(program: Program, fits: Mapping[Node, Replacement]) -> tuple[FoldedLayer, ...]:
     errors: dict[str, tuple[int, float, float]] = {
         layer_of(node): (fit.degree, fit.max_error, fit.rms_error) for node, fit in fits.items()
     }
@@ -115,7 +115,7 @@ def _folded_layers(program: Program, fits: Mapping[Node, Fit]) -> tuple[FoldedLa
     return tuple(FoldedLayer(name, form, *errors.get(name, ())) for name, form in forms)
 
 
-def _difference(request: Request, program: Program) -> tuple[str, str]:
+def _claim_and_advice(request: Request, program: Program) -> tuple[str, str]:
     """Return in words what differs, and what to do about it."""
     accept = "or raise `tolerance` if you can accept that"
     approximation = "the approximation differs from the given network"
@@ -124,7 +124,7 @@ def _difference(request: Request, program: Program) -> tuple[str, str]:
     if request.degree is not None:
         return approximation, f"raise `degree` or leave it out, {accept}"
     different = "the folded network differs from the given one"
-    if not program.note and _quantizes(program):
+    if not program.not_captured and _quantizes(program):
         advice = "it quantizes its values, and a rounding error may move one by a step"
         return different, f"{advice}: fold it before `prepare_qat`, {accept}"
     return different, REPORT_IT

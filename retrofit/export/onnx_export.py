@@ -118,8 +118,8 @@ def export_onnx(
     if report is not None:
         check_report(report, file, force)
     folded = checked_fold(request)
-    if folded.program.note:
-        raise RetrofitError(folded.program.note)
+    if folded.program.not_captured:
+        raise RetrofitError(folded.program.not_captured)
     proto, checks = _onnx_model(request, folded, opset)
     facts = _NetworkFacts.of(request, proto)
     set_metadata(proto, facts.metadata())
@@ -159,9 +159,11 @@ def _onnx_model(
     if request.precision != "float32":
         narrow, check = narrowed(request, proto, exported)
         return narrow, [check]
-    checks = [Check(folded.reference, REPORT_IT)]
+    checks: list[Check] = []
     if request.approximates:
-        checks.insert(0, Check(Reference(program.module, request.calls), REPORT_IT))
+        checks.append(Check(Reference(program.module, request.calls), REPORT_IT))
+    # The last comparison is the one that is reported
+    checks.append(Check(folded.reference, REPORT_IT))
     return proto, checks
 
 
@@ -171,7 +173,9 @@ def _node_counts(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def _labels_of(record: Record, proto: onnx.ModelProto) -> list[str] | None:
-    """Return the names of the outputs; None if unknown, or those of another classifier."""
+    """Return the names of the outputs; None if unknown, or those of another classifier, which class
+    scores alone can show.
+    """
     labels = record.labels or None
     if labels is not None and _classes_of(proto) not in (None, len(labels)):
         return None

@@ -1,6 +1,6 @@
 """The operator `retrofit::power`: the power transform as one node of a captured graph.
 
-A `Transform` describes the node. Folding puts a `Fit` in its place: the exact form or an
+A `Transform` describes the node. Folding puts a `Replacement` in its place: the exact form or an
 approximation.
 """
 
@@ -29,12 +29,13 @@ POWER = torch.ops.retrofit.power.default
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A function of sign * h that takes the place of a transform.
+class Replacement:
+    """A function of sign * h that takes the place of a transform: its exact form, or an
+    approximation fitted to it.
 
-    It is scale * h + shift, then the modules in `parts`, then a product with `after`, if there is
-    one. Constants are (C,) in float64. Errors are shares of the standard deviation of the layer's
-    output.
+    It is scale * h + shift, then the modules in `parts`; in the exact form of one branch, then a
+    product with `after`, which may go into the layer that follows. Constants are (C,) in float64.
+    Errors are shares of the standard deviation of the layer's output.
     """
 
     # "affine", "polynomial", "one branch" or "two branches"
@@ -53,7 +54,9 @@ class Fit:
     after: Tensor | None = None
 
     def __call__(self, h: Tensor) -> Tensor:
-        """Evaluate for h, (C, S), in the precision of a folded network."""
+        """Evaluate an approximation, which has no `after`, for h, (C, S), in the precision of a
+        folded network.
+        """
         shifted = torch.addcmul(self.shift[:, None], h, self.scale[:, None])
         y = shifted.T.float()
         for part in self.parts:
@@ -98,7 +101,7 @@ class Transform:
             high=high,
         )
 
-    def exact_form(self) -> Fit:
+    def exact_form(self) -> Replacement:
         """Return the transform itself: one branch, which includes the ReLU behind it, if the ReLU
         hides the negative branch; else two branches.
         """
@@ -107,11 +110,11 @@ class Transform:
             return self._two_branches()
         return self._one_branch(self.high)
 
-    def _two_branches(self) -> Fit:
+    def _two_branches(self) -> Replacement:
         form = inference_forms.TwoBranch(self.lmbda, self.gamma, self.beta)
-        return Fit("two branches", 0, torch.ones_like(self.sign), 0 * self.sign, [form])
+        return Replacement("two branches", 0, torch.ones_like(self.sign), 0 * self.sign, [form])
 
-    def _one_branch(self, high: float) -> Fit:
+    def _one_branch(self, high: float) -> Replacement:
         root = self._log_of_root()
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)
@@ -119,7 +122,7 @@ class Transform:
         near_0 = bool((self.lmbda.abs() < inference_forms.SMALL_POWER).any())
         if not near_0:
             scale = scale / self.lmbda
-        fit = Fit(
+        limited = Replacement(
             "one branch",
             0,
             scale=to_u,
@@ -128,10 +131,10 @@ class Transform:
             has_activation=True,
         )
         if high < INF:
-            return fit
+            return limited
         # Without an upper limit the scale may go into the layer that follows
         parts = [limits(1.0), OneBranch(self.lmbda, None, near_0)]
-        return replace(fit, parts=parts, after=scale)
+        return replace(limited, parts=parts, after=scale)
 
     def _log_of_root(self) -> Tensor:
         """Return log(1 + h0), where h0 is the zero of the function."""

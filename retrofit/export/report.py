@@ -59,7 +59,7 @@ class ExportReport:
     output: str
     # Its size, external data included
     bytes: int
-    # ONNX Runtime against the given network in PyTorch, in its own precision
+    # The file in ONNX Runtime, in the file's precision, against the given network in float32
     parity: Comparison
     # Samples of `parity`: "random inputs", "given inputs", "images" or "... and images"
     judged_on: str

@@ -56,22 +56,29 @@ class Request:
     sample: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check what a user requests, and complete it by random inputs."""
-        batches: Iterable[Any] = ()
-        if self.calibrate is not None:
-            batches = self.calibrate
-        self.images = [image for batch in images_of(batches) for image in batch]
+        """Read the images, refuse what does not fit together, and run the network on examples."""
+        self.images = self._read_images()
         for problem in (*self._problems_of_options(), *self._problems_of_images()):
             raise UsageError(problem)
-        self.network = unwrapped(self.model)
-        refuse_partial_state(self.network)
-        device, dtype = placement_of(self.network)
-        # The rounding of half precision is no part of the network's function.
-        if dtype != torch.float32:
-            self.network = copied(self.network).float()
+        self.network = self._network_in_float32()
+        device = device_of(self.network)
         self.calls = [call.to(device, torch.float32) for call in self._example_calls()]
         self.sample = self.calls[0].sample_shape
         self._check_size_of_images()
+
+    def _read_images(self) -> list[Tensor]:
+        if self.calibrate is None:
+            return []
+        return [image for batch in images_of(self.calibrate) for image in batch]
+
+    def _network_in_float32(self) -> nn.Module:
+        """Return the network, or a copy: the rounding of half precision is no part of the function."""
+        network = unwrapped(self.model)
+        refuse_partial_state(network)
+        _, dtype = placement_of(network)
+        if dtype == torch.float32:
+            return network
+        return copied(network).float()
 
     def _problems_of_options(self) -> Iterator[str]:
         if self.fold not in get_args(Fold):
@@ -142,7 +149,10 @@ class Request:
     @property
     def captured(self) -> Call:
         """The call that the network is captured with."""
-        return self.calls[-1 if self.inputs is None else 0]
+        # Of random calls the one with more samples; the user's own comes before its other sizes
+        if self.inputs is None:
+            return self.calls[-1]
+        return self.calls[0]
 
     @property
     def approximates(self) -> bool:
@@ -159,7 +169,7 @@ class Request:
             return usual
         if self.precision == "float32":
             return self.tolerance
-        # No further off than the file may be
+        # A file's tolerance can only loosen that of an approximation
         if self.approximates:
             return max(self.tolerance, usual)
         return usual

@@ -27,7 +27,7 @@ def refuse_other_calls(module: fx.GraphModule, call: Call) -> None:
     nodes = module.graph.find_nodes(op="placeholder")
     for node, leaf in zip(nodes, leaves, strict=True):
         is_tensor = isinstance(leaf, Tensor)
-        arguments[str(node.target)] = TensorArgument.of(node, leaf) if is_tensor else leaf
+        arguments[str(node.target)] = CapturedTensor.of(node, leaf) if is_tensor else leaf
     signature = Signature(structure, list(arguments), list(call.kwargs))
     module.register_forward_pre_hook(signature, prepend=True, with_kwargs=True)
     if hasattr(module, GUARDS):
@@ -36,7 +36,7 @@ def refuse_other_calls(module: fx.GraphModule, call: Call) -> None:
 
 
 @dataclass(frozen=True)
-class TensorArgument:
+class CapturedTensor:
     """A tensor that a captured network takes."""
 
     name: str
@@ -45,35 +45,35 @@ class TensorArgument:
     sizes: tuple[int | None, ...]
 
     @classmethod
-    def of(cls, node: fx.Node, example: Tensor) -> "TensorArgument":
+    def of(cls, node: fx.Node, example: Tensor) -> "CapturedTensor":
         """Read the sizes that are fixed from the captured graph."""
         sizes = [size if isinstance(size, int) else None for size in node.meta["val"].shape]
         return cls(str(node.target), example.dtype, tuple(sizes))
 
-    def check(self, value: Tensor, network: Tensor, is_only_one: bool) -> None:
+    def check(self, value: Tensor, placement: Tensor, is_only_one: bool) -> None:
         """Raise RetrofitError for a tensor of another device or type than the network's, or of
         another rank or size than the captured one.
 
         Args:
             value: The tensor that is passed.
-            network: A tensor on the network's device, of its type.
+            placement: A tensor on the network's device, of its type.
             is_only_one: Whether the network takes no other argument.
         """
-        device = network.device
+        device = placement.device
         if value.device != device:
             raise self._refusal(device, value.device, f"move it with `.to('{device}')`")
-        self._check_dtype(value, network)
+        self._check_dtype(value, placement)
         sizes = tuple(value.shape)
         if not self._takes(sizes):
             advice = self._advice(sizes, is_only_one)
             raise self._refusal(_product(self.sizes), _product(sizes), advice)
 
-    def _check_dtype(self, value: Tensor, network: Tensor) -> None:
+    def _check_dtype(self, value: Tensor, placement: Tensor) -> None:
         dtype = self.dtype
         if dtype.is_floating_point:
-            if torch.is_autocast_enabled(network.device.type):
+            if torch.is_autocast_enabled(placement.device.type):
                 return
-            dtype = network.dtype
+            dtype = placement.dtype
         if value.dtype != dtype:
             raise self._refusal(dtype, value.dtype, f"convert it with `.to({dtype})`")
 
@@ -128,20 +128,20 @@ class Guards(nn.Module):
     It also checks torch's other conditions, such as equal sizes of two arguments.
     """
 
-    network: Tensor
+    placement: Tensor
 
     def __init__(self, conditions: nn.Module, arguments: Mapping[str, Any], call: Call) -> None:
         super().__init__()
         self.conditions = conditions
         self.arguments = arguments
-        # Moves with the network and has its precision, but is no buffer: a second capture would
-        # ask its own guards for one.
+        # Empty; follows the network's device and dtype through `_apply`. Not a buffer: a program that
+        # is captured of this module has torch's guards in the place of these, which lack it.
         device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-        self.network = torch.empty(0, dtype=torch.float32, device=device)
+        self.placement = torch.empty(0, dtype=torch.float32, device=device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Guards":
         super()._apply(fn, recurse)
-        self.network = fn(self.network)
+        self.placement = fn(self.placement)
         return self
 
     def forward(self, *values: Any) -> None:
@@ -150,8 +150,8 @@ class Guards(nn.Module):
             self.conditions(*values)
             return
         for (name, expected), value in zip(self.arguments.items(), values, strict=True):
-            if isinstance(expected, TensorArgument) and isinstance(value, Tensor):
-                expected.check(value, self.network, is_only_one=len(values) == 1)
+            if isinstance(expected, CapturedTensor) and isinstance(value, Tensor):
+                expected.check(value, self.placement, is_only_one=len(values) == 1)
             elif type(value) is not type(expected) or value != expected:
                 raise RetrofitError(
                     f"the folded network was captured with {_in_words(expected)} as `{name}`, not "
@@ -167,7 +167,7 @@ class Guards(nn.Module):
 
 
 def _in_words(argument: Any) -> str:
-    if isinstance(argument, Tensor | TensorArgument):
+    if isinstance(argument, Tensor | CapturedTensor):
         return "a tensor"
     return shown(argument)
 

@@ -1,4 +1,4 @@
-"""Where a run stands: the part of its state that is no tensor."""
+"""Where a run stands: its steps, its figures, and the best epoch so far."""
 
 from dataclasses import dataclass, field
 from typing import Any

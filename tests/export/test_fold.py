@@ -18,7 +18,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from retrofit import layers
 from retrofit.export.capture import Program, capture
-from retrofit.export.fold_constants import fold_program
+from retrofit.export.graph_passes import fold_program
 from retrofit.inputs import Call
 from retrofit.layers import (
     BatchNormalNormAct2d,
@@ -40,7 +40,7 @@ class Side(nn.ModuleList):
 
 def folded(model: nn.Module, x: Tensor) -> Program:
     program = capture(model.eval(), Call((x,)))
-    assert not program.note
+    assert not program.not_captured
     fold_program(program, {})
     return program
 
@@ -287,6 +287,12 @@ def test_altered_layers(alteration: str) -> None:
         ALTERATIONS[alteration](layer.get_submodule(where))
         networks[f"fused, {where}"] = nn.Sequential(nn.Conv2d(4, 8, 3), layer, point())
     assert (check(networks)["one branch.norm"] == "kept") == own
+
+
+def test_what_is_no_norm_is_in_no_report_with_a_forward_of_its_own_too() -> None:
+    layer = proxied()
+    patched(layer[1])
+    assert check({"proxied": nn.Sequential(nn.Conv2d(4, 8, 3), layer)}) == {"proxied.1.0": "folded"}
 
 
 def test_layers_that_serve_several_places() -> None:

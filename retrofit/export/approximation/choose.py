@@ -14,10 +14,10 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
-from retrofit.export.approximation.input_samples import Observer
+from retrofit.export.approximation.observed_values import Observer
 from retrofit.export.approximation.polynomial_fit import MAX_DEGREE, LayerFunction, PolynomialFitter
 from retrofit.export.graph_nodes import shape_of
-from retrofit.export.power_operator import POWER, Fit, Transform
+from retrofit.export.power_operator import POWER, Replacement, Transform
 from retrofit.inputs import Call
 from retrofit.layers.inference_forms import ConstantNorm
 from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
@@ -30,7 +30,7 @@ _AFFINE = 1e-3
 # Images on which the effect of a layer's error is measured
 _FEW = 8
 # Share of the tolerance that is used: the folded network rounds differently from the one tried here
-_ROOM = 0.98
+_USED_SHARE = 0.98
 # The squared error falls by this factor or more from one choice to the next
 _FALL = 1.25
 
@@ -44,7 +44,7 @@ def choose(
     tolerance: float,
     fitted: Sequence[Call],
     judged: Sequence[Call],
-) -> dict[Node, Fit]:
+) -> dict[Node, Replacement]:
     """Approximate power transforms with as little computation as the tolerance allows.
 
     Args:
@@ -65,12 +65,12 @@ def choose(
         return {}
     if degree is not None:
         return _of_one_degree(functions, degree)
-    limit = _ROOM * tolerance
+    limit = _USED_SHARE * tolerance
     smallest = math.inf
     expected = [(call, outputs_of(module, call)) for call in judged]
     options = _options(module, functions, fitted or judged)
     for fits in allocations(options):
-        difference = _difference(module, fits, expected, limit)
+        difference = _largest_difference(module, fits, expected, limit)
         if difference <= limit:
             return fits
         smallest = min(smallest, difference)
@@ -104,7 +104,7 @@ def _functions(module: fx.GraphModule, calls: Sequence[Call]) -> dict[Node, Laye
     return functions
 
 
-def _of_one_degree(functions: Functions, degree: int) -> dict[Node, Fit]:
+def _of_one_degree(functions: Functions, degree: int) -> dict[Node, Replacement]:
     """Fit all functions with one degree but those that a line fits as well."""
     fits = {}
     for node, function in functions.items():
@@ -140,7 +140,7 @@ class _Run(fx.Interpreter):
 def outputs_of(
     module: fx.GraphModule,
     call: Call,
-    fits: Mapping[Node, Fit] | None = None,
+    fits: Mapping[Node, Replacement] | None = None,
     observer: Observer | None = None,
 ) -> list[Tensor]:
     """Return the output tensors of a captured network, with fits in the place of transforms and
@@ -151,7 +151,9 @@ def outputs_of(
     return list(tensors_in(run.run(*arguments)))
 
 
-def _modules_instead(module: fx.GraphModule, fits: Mapping[Node, Fit]) -> dict[Node, nn.Module]:
+def _modules_instead(
+    module: fx.GraphModule, fits: Mapping[Node, Replacement]
+) -> dict[Node, nn.Module]:
     """Return what computes in the place of transforms, and of the ReLUs that fits include."""
     instead: dict[Node, nn.Module] = {}
     for node, fit in fits.items():
@@ -162,16 +164,16 @@ def _modules_instead(module: fx.GraphModule, fits: Mapping[Node, Fit]) -> dict[N
     return instead
 
 
-def _form_of(fit: Fit, transform: Transform) -> nn.Module:
+def _form_of(fit: Replacement, transform: Transform) -> nn.Module:
     """Return a fit as a module that takes what the transform takes."""
     scale = transform.sign * fit.scale
     norm = ConstantNorm(torch.zeros_like(scale), scale, fit.shift)
     return nn.Sequential(norm, *fit.parts)
 
 
-def _difference(
+def _largest_difference(
     module: fx.GraphModule,
-    fits: Mapping[Node, Fit],
+    fits: Mapping[Node, Replacement],
     expected: Sequence[tuple[Call, list[Tensor]]],
     limit: float,
 ) -> float:
@@ -207,7 +209,7 @@ class Candidate(NamedTuple):
     adds to the output.
     """
 
-    fit: Fit | None
+    fit: Replacement | None
     cost: float
     error: float
 
@@ -228,13 +230,13 @@ def _options(
     return options
 
 
-def _fits_of_all_degrees(function: LayerFunction) -> list[Fit]:
+def _fits_of_all_degrees(function: LayerFunction) -> list[Replacement]:
     fitter = PolynomialFitter(function)
     degrees = range(2, MAX_DEGREE + 1)
     return [function.affine(), *(fitter.fit(degree) for degree in degrees)]
 
 
-def _candidates(fits: Sequence[Fit], elements: int, harm: float) -> list[Candidate]:
+def _candidates(fits: Sequence[Replacement], elements: int, harm: float) -> list[Candidate]:
     """Return fits with their costs and errors, and the exact transform; a unit of error does `harm`
     to the output.
     """
@@ -254,7 +256,7 @@ def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> fl
     return total
 
 
-def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[Node, Fit]]:
+def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[Node, Replacement]]:
     """Yield choices of a candidate for each layer, with less and less squared error.
 
     The first choice has each layer's first candidate, which costs nothing. From one choice to the

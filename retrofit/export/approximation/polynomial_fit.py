@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from retrofit.export.approximation.input_samples import WeightedSample
-from retrofit.export.power_operator import INF, Fit, Polynomial, Transform, limits
+from retrofit.export.approximation.observed_values import WeightedSample
+from retrofit.export.power_operator import INF, Polynomial, Replacement, Transform, limits
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.power_transform import yeo_johnson
 
@@ -26,7 +26,7 @@ from retrofit.layers.power_transform import yeo_johnson
 MAX_DEGREE = 8
 # Largest distance of a root below the data, as a share of the data's range: a polynomial is to see
 # more than a sliver
-_ROOM = 0.5
+_ROOT_DISTANCE = 0.5
 # Shares of that range to try
 _SHARES = (1.0, 0.75, 0.56, 0.42, 0.32, 0.24, 0.18, 0.13)
 
@@ -78,7 +78,7 @@ class LayerFunction:
         h = power.copysign(value).where(base > 0, torch.nan)
         return torch.where(h.isfinite(), h, fallback)
 
-    def affine(self) -> Fit:
+    def affine(self) -> Replacement:
         """Return the least-squares line, which leaves a ReLU to itself."""
         value = self.unlimited(self.h)
         centre = self.h @ self.weight
@@ -86,9 +86,9 @@ class LayerFunction:
         power = centred.square() @ self.weight
         slope = torch.where(power > 0, (centred * value) @ self.weight / power, 0.0)
         shift = value @ self.weight - slope * centre
-        return self.measured(Fit("affine", 1, slope, shift, []))
+        return self.measured(Replacement("affine", 1, slope, shift, []))
 
-    def measured(self, fit: Fit) -> Fit:
+    def measured(self, fit: Replacement) -> Replacement:
         """Return a fit with its errors."""
         values = fit(self.h)
         if not fit.has_activation:
@@ -141,7 +141,7 @@ class PolynomialFitter:
     def _lowest_root(self) -> Tensor:
         """Return the lowest root behind a ReLU, (C,): one far below the data is moved up to it."""
         reach = (self.function.top - self.function.low).clamp_min(1.0)
-        return self.function.low - _ROOM * reach
+        return self.function.low - _ROOT_DISTANCE * reach
 
     def _reach(self, root: Tensor) -> Tensor:
         """Return how far from the root the function is fitted, (C,); 0 for a constant channel."""
@@ -156,7 +156,7 @@ class PolynomialFitter:
         is_live = (reach > 0) & root.isfinite() & (function.gamma > 0)
         return reach.where(is_live, 0.0)
 
-    def fit(self, degree: int) -> Fit:
+    def fit(self, degree: int) -> Replacement:
         """Fit by least squares on the data. Each channel is limited to as much of its range as
         serves it best: a few values far out would bend a polynomial of low degree for all the
         others.
@@ -167,7 +167,7 @@ class PolynomialFitter:
         best = explained.argmax(0)
         channels = torch.arange(len(best), device=best.device)
         polynomial = Polynomial(coefficients[best, channels].T.contiguous())
-        fit = Fit(
+        fit = Replacement(
             "polynomial",
             degree,
             scale=self.scales[best, channels],

@@ -21,9 +21,9 @@ import retrofit
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.approximation.choose import Candidate, allocations, choose, outputs_of
 from retrofit.export.capture import capture
-from retrofit.export.fold_constants import fold_program
 from retrofit.export.graph_nodes import layer_of
-from retrofit.export.power_operator import Fit
+from retrofit.export.graph_passes import fold_program
+from retrofit.export.power_operator import Replacement
 from retrofit.inputs import Call
 from tests.export.networks import norm
 
@@ -188,7 +188,7 @@ def test_arguments(options: dict[str, Any], complaint: str, tmp_path: Path) -> N
 
 def options(errors: list[float], harm: float = 1.0, elements: int = 1) -> list[Candidate]:
     fits = [
-        Fit("", size, torch.ones(1), torch.zeros(1), [], False, e, e)
+        Replacement("", size, torch.ones(1), torch.zeros(1), [], False, e, e)
         for size, e in enumerate(errors, 1)
     ]
     found = [

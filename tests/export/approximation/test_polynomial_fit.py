@@ -5,8 +5,8 @@ import torch
 from scipy.stats import norm, yeojohnson
 from torch import Tensor
 
-from retrofit.export.approximation import input_samples, polynomial_fit
-from retrofit.export.approximation.input_samples import WeightedSample, gaussian
+from retrofit.export.approximation import observed_values, polynomial_fit
+from retrofit.export.approximation.observed_values import WeightedSample, gaussian
 from retrofit.export.approximation.polynomial_fit import (
     LayerFunction,
     PolynomialFitter,
@@ -73,7 +73,7 @@ def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         channels(*[2.2] * 8, gamma=0.75, beta=5.5), plain(-data.h[:, : data.seen].exp()), INF
     )
     near = PolynomialFitter(target).fit(6).rms_error
-    monkeypatch.setattr(polynomial_fit, "_ROOM", 1e9)
+    monkeypatch.setattr(polynomial_fit, "_ROOT_DISTANCE", 1e9)
     assert near < 0.5 * PolynomialFitter(target).fit(6).rms_error
 
 
@@ -100,7 +100,7 @@ def test_channels_without_a_root_in_range(
 
 def observed(batches: list[Tensor]) -> WeightedSample:
     node = torch.fx.Graph().placeholder("x")
-    observer = input_samples.Observer(sum(map(len, batches)))
+    observer = observed_values.Observer(sum(map(len, batches)))
     for batch in batches:
         observer.take(node, batch)
     return observer.sample(node, 0, torch.device("cpu"))
@@ -139,7 +139,9 @@ def test_as_much_lies_beyond_as_new_values_will() -> None:
     h = -torch.rand(
         1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).log()  # exponential
-    data = input_samples.with_tails(h, torch.full((4000,), 1 / 4000, dtype=torch.float64), 4000, 40)
+    data = observed_values.with_tails(
+        h, torch.full((4000,), 1 / 4000, dtype=torch.float64), 4000, 40
+    )
     beyond = data.h[:, data.seen :]
     above, below = beyond > h.max(), beyond < h.min()
     assert above.sum() == below.sum() == beyond.shape[1] / 2

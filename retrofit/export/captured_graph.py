@@ -80,7 +80,7 @@ class AffineMap(nn.Module):
         return ChannelAffine(self.scale, self.shift, last=self.dim != 1)
 
 
-class FoldingGraph:
+class CapturedGraph:
     """The graph of a captured program, and what its layers have become so far (`layers`)."""
 
     def __init__(self, program: Program) -> None:

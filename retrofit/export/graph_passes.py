@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from retrofit.export.capture import Program
-from retrofit.export.folding_graph import LINEAR, AffineMap, FoldingGraph
+from retrofit.export.captured_graph import LINEAR, AffineMap, CapturedGraph
 from retrofit.export.graph_nodes import ATEN, arguments, layer_of, shape_of, users_of
-from retrofit.export.power_operator import POWER, Fit, Transform
+from retrofit.export.power_operator import POWER, Replacement, Transform
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
 
 _NORM = ATEN._native_batch_norm_legit_no_training.default
@@ -28,42 +28,42 @@ _PRODUCTS = {ATEN.mul.Tensor: 1.0, ATEN.div.Tensor: -1.0}
 _COMMUTATIVE = {ATEN.add.Tensor, ATEN.mul.Tensor}
 
 
-def fold_program(program: Program, fits: Mapping[Node, Fit]) -> None:
+def fold_program(program: Program, fits: Mapping[Node, Replacement]) -> None:
     """Fold a captured program's constants in place, power transforms by `fits`; its `layers` say
     what each became.
     """
-    graph = FoldingGraph(program)
+    graph = CapturedGraph(program)
     replace_power_transforms(graph, fits)
     for fold_pass in PASSES:
         fold_pass(graph)
     graph.module.recompile()
 
 
-def replace_power_transforms(graph: FoldingGraph, fits: Mapping[Node, Fit]) -> None:
+def replace_power_transforms(graph: CapturedGraph, fits: Mapping[Node, Replacement]) -> None:
     """Put a fit, or the exact form, in the place of each power transform."""
     for node in graph.calls(POWER):
         transform = Transform.of(graph.module, node)
-        fit = fits.get(node) or transform.exact_form()
+        replacement = fits.get(node) or transform.exact_form()
         name = layer_of(node)
         layers: frozenset[str] = frozenset()
-        if fit.form == "affine":
+        if replacement.form == "affine":
             layers = frozenset([name])
-        scale = transform.sign * fit.scale
-        before = AffineMap(scale, fit.shift, 1, layers, is_norm=True)
+        scale = transform.sign * replacement.scale
+        before = AffineMap(scale, replacement.shift, 1, layers, is_norm=True)
         x: Any = node.args[0]
-        for part in (before, *fit.parts):
+        for part in (before, *replacement.parts):
             x = graph.insert(node, x, part)
-        if fit.after is not None:
-            after = AffineMap(fit.after, torch.zeros_like(fit.after))
+        if replacement.after is not None:
+            after = AffineMap(replacement.after, torch.zeros_like(replacement.after))
             x = graph.insert(node, x, after)
         if graph.layers.get(name) != "frozen":
-            graph.layers[name] = fit.form
-        if fit.has_activation and transform.relu is not None:
+            graph.layers[name] = replacement.form
+        if replacement.has_activation and transform.relu is not None:
             graph.replace(transform.relu, x)
         graph.replace(node, x)
 
 
-def recognize_affine_maps(graph: FoldingGraph) -> None:
+def recognize_affine_maps(graph: CapturedGraph) -> None:
     """Make an affine map of each batch normalization, and of each sum and product with one constant
     for each channel.
     """
@@ -90,7 +90,7 @@ def _norm_before(node: Node) -> Node | None:
     return None
 
 
-def _batch_norm(graph: FoldingGraph, norm: Node) -> tuple[Any, AffineMap] | None:
+def _batch_norm(graph: CapturedGraph, norm: Node) -> tuple[Any, AffineMap] | None:
     """Return the input and the map of evaluation's batch normalization."""
     values = arguments(norm)
     constants: list[Any] = []
@@ -106,7 +106,7 @@ def _batch_norm(graph: FoldingGraph, norm: Node) -> tuple[Any, AffineMap] | None
     return values["input"], AffineMap(scale, shift, 1, layers, is_norm=True)
 
 
-def _arithmetic(graph: FoldingGraph, node: Node) -> tuple[Any, AffineMap] | None:
+def _arithmetic(graph: CapturedGraph, node: Node) -> tuple[Any, AffineMap] | None:
     """Return the input and the map of a sum with, or a product by, one float32 constant for each
     channel.
     """
@@ -155,7 +155,7 @@ def _are_float32_and_alike(value: Tensor, x: Node, result: Node) -> bool:
     return dtypes == {torch.float32} and shape_of(x) == shape_of(result)
 
 
-def merge_adjacent_maps(graph: FoldingGraph) -> None:
+def merge_adjacent_maps(graph: CapturedGraph) -> None:
     """Merge an affine map into the one that alone takes its output."""
     for node, affine in graph.affine_maps():
         previous: Any = node.args[0]
@@ -165,7 +165,7 @@ def merge_adjacent_maps(graph: FoldingGraph) -> None:
             graph.replace(previous, previous.args[0])
 
 
-def fold_into_producers(graph: FoldingGraph) -> None:
+def fold_into_producers(graph: CapturedGraph) -> None:
     """Fold an affine map into the layer whose output it alone takes."""
     for node, affine in graph.affine_maps():
         producer: Any = node.args[0]
@@ -173,14 +173,14 @@ def fold_into_producers(graph: FoldingGraph) -> None:
         if layer is None or users_of(producer) != [node]:
             continue
         groups, outputs = layer.weight.shape[:2]
-        if _fits(producer, affine, groups * outputs):
+        if _has_same_channels(producer, affine, groups * outputs):
             graph.set_linear(producer, layer.then(affine.scale, affine.shift))
             graph.replace(node, producer)
 
 
-def merge_whitenings(graph: FoldingGraph) -> None:
-    """Merge a whitening into the layer before it: a convolution of kernel size 1 that gives as many
-    channels in each group as it takes.
+def merge_whitenings(graph: CapturedGraph) -> None:
+    """Merge a whitening (a convolution of kernel size 1 that gives as many channels in each group as
+    it takes) into the layer before it.
     """
     layers = [node for node in graph.graph.nodes if node.target in LINEAR]
     for node in layers:
@@ -202,7 +202,7 @@ def merge_whitenings(graph: FoldingGraph) -> None:
         graph.replace(node, producer)
 
 
-def _point_matrix(graph: FoldingGraph, node: Node) -> LinearMap | None:
+def _point_matrix(graph: CapturedGraph, node: Node) -> LinearMap | None:
     """Return a layer of kernel size 1 with as many output as input channels in each group; None for
     others.
     """
@@ -215,7 +215,7 @@ def _point_matrix(graph: FoldingGraph, node: Node) -> LinearMap | None:
     return matrix if is_square and not is_strided else None
 
 
-def fold_into_consumers(graph: FoldingGraph) -> None:
+def fold_into_consumers(graph: CapturedGraph) -> None:
     """Fold an affine map into the layer that alone takes its output; only the scale, if the layer
     pads with zeros.
     """
@@ -228,7 +228,7 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
         if layer is None:
             continue
         groups, _, inputs = layer.weight.shape[:3]
-        if not _fits(consumer, affine, groups * inputs):
+        if not _has_same_channels(consumer, affine, groups * inputs):
             continue
         if not layer.pads_zeros or not affine.shift.any():
             graph.set_linear(consumer, layer.after(affine.scale, affine.shift))
@@ -242,7 +242,7 @@ def fold_into_consumers(graph: FoldingGraph) -> None:
             graph.set_module(node, AffineMap(ones, shift, affine.dim, affine.layers))
 
 
-def lower_affine_maps(graph: FoldingGraph) -> None:
+def lower_affine_maps(graph: CapturedGraph) -> None:
     """Put operations in the place of the maps that are left, and note which layers are folded."""
     unfolded: set[str] = set()
     for node, affine in graph.affine_maps():
@@ -254,13 +254,13 @@ def lower_affine_maps(graph: FoldingGraph) -> None:
     _note_folded(graph, graph.mapped_layers - unfolded)
 
 
-def _note_folded(graph: FoldingGraph, names: set[str]) -> None:
+def _note_folded(graph: CapturedGraph, names: set[str]) -> None:
     for name in names:
         if graph.layers.get(name) == "affine":
             graph.layers[name] = "folded"
 
 
-def remove_unused(graph: FoldingGraph) -> None:
+def remove_unused(graph: CapturedGraph) -> None:
     """Take out what nothing uses any more: operations, and the module's tensors."""
     graph.graph.eliminate_dead_code(
         lambda node: node.op not in ("get_attr", "call_function") or node.is_impure()
@@ -280,7 +280,19 @@ def remove_unused(graph: FoldingGraph) -> None:
             delattr(module.get_submodule(owner), attribute)
 
 
-PASSES: tuple[Callable[[FoldingGraph], None], ...] = (
+def _channel_dim(node: Node) -> int:
+    """Return the dimension that a convolution or linear layer mixes."""
+    if node.target is ATEN.linear.default:
+        return len(shape_of(node)) - 1
+    return 1
+
+
+def _has_same_channels(node: Node, affine: AffineMap, channels: int) -> bool:
+    """Return whether a map is along the dimension of a layer's channels, and of as many."""
+    return _channel_dim(node) == affine.dim and channels == len(affine.scale)
+
+
+PASSES: tuple[Callable[[CapturedGraph], None], ...] = (
     recognize_affine_maps,
     merge_adjacent_maps,
     fold_into_producers,
@@ -292,15 +304,3 @@ PASSES: tuple[Callable[[FoldingGraph], None], ...] = (
 """The passes after the power transforms, in this order: a whitening takes in its affine map before
 it is itself merged.
 """
-
-
-def _channel_dim(node: Node) -> int:
-    """Return the dimension that a convolution or linear layer mixes."""
-    if node.target is ATEN.linear.default:
-        return len(shape_of(node)) - 1
-    return 1
-
-
-def _fits(node: Node, affine: AffineMap, channels: int) -> bool:
-    """Return whether a map is of the channels that a layer puts out, or takes."""
-    return _channel_dim(node) == affine.dim and channels == len(affine.scale)

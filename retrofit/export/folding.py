@@ -59,8 +59,8 @@ def fold(
         dynamic_size=dynamic_size,
     )
     folded = checked_fold(request)
-    if folded.program.note:
-        warnings.warn(f"nothing is fused: {folded.program.note}", stacklevel=2)
+    if folded.program.not_captured:
+        warnings.warn(f"nothing is fused: {folded.program.not_captured}", stacklevel=2)
     if folded.comparison.not_checked:
         warnings.warn(str(folded.comparison), stacklevel=2)
     module: nn.Module = folded.program.module

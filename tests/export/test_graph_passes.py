@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.export.capture import capture
-from retrofit.export.fold_constants import PASSES, replace_power_transforms
-from retrofit.export.folding_graph import FoldingGraph
+from retrofit.export.captured_graph import CapturedGraph
+from retrofit.export.graph_passes import PASSES, replace_power_transforms
 from retrofit.inputs import Call
 from retrofit.layers import DecorrelatedBatchNorm2d
 from retrofit.layers.inference_forms import ChannelAffine
@@ -41,13 +41,13 @@ class Everything(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def graph() -> FoldingGraph:
+def graph() -> CapturedGraph:
     program = capture(Everything().eval(), Call((torch.randn(2, 4, 9, 9),)))
-    assert not program.note
-    return FoldingGraph(program)
+    assert not program.not_captured
+    return CapturedGraph(program)
 
 
-def test_each_pass_keeps_the_computation(graph: FoldingGraph) -> None:
+def test_each_pass_keeps_the_computation(graph: CapturedGraph) -> None:
     x = torch.randn(3, 4, 9, 9)
     expected = graph.module(x)
     code = ""
