@@ -80,7 +80,8 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
 
     Each of the first samples is run in its batch, and again among other companions. If no sample
     mixes with others, the gradient of its loss stays the same. Otherwise Opacus's privacy guarantee
-    does not hold, whether or not the layer that mixes them is trained.
+    does not hold, whether or not the layer that mixes them is trained. A network that passes may
+    still be trained without the guarantee: nothing is measured of sampling, noise or clipping.
 
     Args:
         model: The network as your loop trains it, before `make_private`: in training mode, and with
@@ -90,7 +91,8 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
         strict: Whether to raise an error if the check fails.
 
     Returns:
-        What was measured; printed, it is a sentence.
+        What was measured: `passed` is true if no gradient changes by more than 0.1% of its norm,
+        which rounding explains. Printed, it is a sentence.
 
     Raises:
         UsageError: If the network is in evaluation mode or wrapped by Opacus, trains no parameter,

@@ -256,6 +256,18 @@ def test_the_numbers_on_a_picture_are_the_recorded_ones(name: str, theme: str) -
     assert set(drawn) <= set(re.findall(r">(\d+(?:\.\d+)?)</text>", picture))
 
 
+def test_the_figures_of_the_private_digits_are_the_recorded_ones() -> None:
+    recorded = (RESULTS / "hospital.md").read_text()
+    guide = (ROOT / "docs" / "guides" / "privacy.md").read_text()
+    shown = re.findall(r"(\d+\.\d ± \d+\.\d)%", guide)
+    assert len(shown) == 2
+    assert all(f"| {figure} |" in recorded for figure in shown)
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    for words, trained in (("norms and last layer", "norms"), ("all parameters", "all")):
+        for samples, mebibytes in re.findall(rf"^\| {words} \| (\d+) \| (\S+) \|", page, re.M):
+            assert f"| {trained} | {samples} | {mebibytes.replace(',', '')} |" in recorded
+
+
 def test_the_gains_where_batchnorm_fits_are_the_recorded_ones() -> None:
     rows = table("reproduce.md", "network", "5,000 pictures, 60 epochs")
     plain, noise, both = (

@@ -547,7 +547,7 @@ CLIENTS["torchao quantize_, then retrofit.fold"] = functools.partial(
 def _table() -> tuple[dict[tuple[str, str], str], dict[str, list[str]]]:
     """The cells of the page's table by client and target, and the messages by client."""
     lines = [line.replace("`", "") for line in PAGE.read_text().splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.startswith("| client |"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("| library |"))
     end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
     header, _, *rows = (
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]
