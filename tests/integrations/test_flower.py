@@ -1,6 +1,7 @@
-"""The guide's Flower apps: a real ClientApp, ServerApp and FedAvg, in one process."""
+"""The page's Flower project: real apps and a real FedAvg, in one process."""
 
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,39 +14,47 @@ import retrofit
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 IDS = [7_301, 44, 912]
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "federated.md"
+PAGE = Path(__file__).parents[2] / "docs" / "appendix" / "flower.md"
 
 
-@pytest.mark.parametrize("target", ["frozen", "ln"])
-def test_the_apps_of_the_guide_train_a_server(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules `task` and `apps` of the page, in a folder that `flwr run` accepts."""
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "0")
     monkeypatch.chdir(tmp_path)
-    from flwr.app import Context, Message, RecordDict
-    from flwr.serverapp import Grid
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from flwr.cli.config_utils import load_and_validate
     from flwr.supercore.task_identity import TaskIdentity
 
+    files = ("pyproject.toml", "task.py", "apps.py", "loop.py")
+    blocks = re.findall(r"^```(?:toml|python)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M)
+    for file, block in zip(files, blocks, strict=True):
+        Path(file).write_text(block)
+    load_and_validate(tmp_path / "pyproject.toml")
     # flwr's runtime sets these in each process that it starts.
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 0, 1
-    torch.manual_seed(0)
-    example, apps = re.findall(
-        r"^```python\n(.*?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE
-    )
-    names: dict[str, Any] = {"__name__": "page"}
-    exec(compile(example.replace('"frozen"', f'"{target}"'), GUIDE.name, "exec"), names)
-    exec(compile(apps, GUIDE.name, "exec"), names)
+    import apps  # type: ignore[import-not-found]
 
-    def context(node: int) -> Context:
-        # Flower draws the ids of nodes, and counts their parts of the data from 0.
-        config = {"partition-id": IDS.index(node)} if node in IDS else {}
-        return Context(
-            run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={}
-        )
+    yield apps
+    for name in ("apps", "task"):
+        del sys.modules[name]
+
+
+def context(node: int, norm: str) -> Any:
+    from flwr.app import Context, RecordDict
+
+    # Flower draws the ids of nodes, and counts their parts of the data from 0.
+    part = {"partition-id": IDS.index(node)} if node in IDS else {}
+    config = {"norm": norm, "lr": 0.03, "num-rounds": 2}
+    return Context(run_id=1, node_id=node, node_config=part, state=RecordDict(), run_config=config)
+
+
+def in_process(project: Any, norm: str) -> Any:
+    """Return a grid that answers each message with the client app, as three nodes would."""
+    from flwr.app import Message
+    from flwr.serverapp import Grid
 
     class InProcess(Grid):
-        """Answers each message with the client app, as three nodes would."""
-
         def set_run(self, run: Any) -> None: ...
 
         @property
@@ -67,22 +76,48 @@ def test_the_apps_of_the_guide_train_a_server(
             self, messages: Iterable[Message], *, timeout: float | None = None
         ) -> Iterable[Message]:
             return [
-                names["client_app"](message, context(message.metadata.dst_node_id))
+                project.client_app(message, context(message.metadata.dst_node_id, norm))
                 for message in messages
             ]
 
-    server = names["server"]
-    retrofit.set_strength(server, 0.5) if target == "ln" else None
+    return InProcess()
+
+
+@pytest.mark.parametrize("norm", ["eval", "batch", "frozen", "ln"])
+def test_the_project_trains_a_server(
+    norm: str, project: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    server = project.network(norm)
+    if norm == "ln":
+        retrofit.set_strength(server, 0.5)
     before = {name: value.clone() for name, value in server.state_dict().items()}
-    names["server_app"](InProcess(), context(0))
-    after = server.state_dict()
+    networks = iter([server])
+    build = project.network
+    monkeypatch.setattr(project, "network", lambda norm: next(networks, None) or build(norm))
+    project.server_app(in_process(project, norm), context(0, norm))
+    after = torch.load("server.pth")
     assert after.keys() == before.keys()
     first = next(name for name in before if name.endswith("weight"))
     assert not torch.equal(after[first], before[first])
-    statistics = [name for name in before if "running_" in name or name.endswith("strength")]
-    assert statistics
-    for name in statistics:  # constants of the network, which averaging keeps
-        torch.testing.assert_close(after[name], before[name])
-    loaded = retrofit.load("flower.safetensors").eval()
-    images = names["test_images"]
-    torch.testing.assert_close(loaded(images), server.eval()(images))
+    constants = [name for name in before if "running_" in name or name.endswith("strength")]
+    assert constants
+    kept = [torch.allclose(after[name].double(), before[name].double()) for name in constants]
+    assert all(kept) is (norm != "batch")
+
+
+def test_a_supernode_without_images_is_told_how_many_to_start(project: Any) -> None:
+    del project.clients[-1]
+    content = project.RecordDict({})
+    message = project.Message(content, dst_node_id=IDS[-1], message_type="train")
+    with pytest.raises(ValueError, match="SuperNode 2 has no images; start 2 SuperNodes"):
+        project.client_app(message, context(IDS[-1], "eval"))
+
+
+def test_the_loop_without_flower_trains_and_exports(project: Any) -> None:
+    import loop  # type: ignore[import-not-found]
+
+    del sys.modules["loop"]
+    loaded = retrofit.load("server.safetensors").eval()
+    torch.testing.assert_close(loaded(loop.test_images), loop.server.eval()(loop.test_images))
+    assert Path("server.onnx").is_file()
