@@ -100,7 +100,7 @@ def code(key: Line) -> str:
         if old not in block:
             raise ValueError(f"the page does not hold {old!r}")
         block = block.replace(old, new)
-    return block[: block.index("# Save")]
+    return block[: block.index("# Hand it over")]
 
 
 def run(key: Line) -> Line:

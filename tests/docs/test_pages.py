@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from figures import FIGURES as PICTURES  # noqa: E402
 from figures import IMAGES, number, table  # noqa: E402
+from hospital import ARMS, code  # noqa: E402
 
 AVERAGES = ROOT / "docs" / "reference" / "averages.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")), AVERAGES]
@@ -254,6 +255,11 @@ def test_the_numbers_on_a_picture_are_the_recorded_ones(name: str, theme: str) -
     picture = (IMAGES / f"{name}-{theme}.svg").read_text()
     assert drawn
     assert set(drawn) <= set(re.findall(r">(\d+(?:\.\d+)?)</text>", picture))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_benchmark_of_the_private_digits_finds_the_lines_that_it_changes(arm: str) -> None:
+    ast.parse(code({"arm": arm, "eps": 3, "lr": 1.0, "seed": 1}))
 
 
 def test_the_figures_of_the_private_digits_are_the_recorded_ones() -> None:
