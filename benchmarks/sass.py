@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 
-from retrofit.layers.kernels.plan import plan_of
 from retrofit.layers.kernels.triton import (
     launcher,
     maps,
@@ -33,6 +32,7 @@ from retrofit.layers.kernels.triton import (
     norm_result,
     tiles,
 )
+from retrofit.layers.kernels.triton_plan import plan_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Of an H100; batch normalization then shares its sets
@@ -79,7 +79,7 @@ _ELEMENTS = ("Out", "X", "Grad", "GradX")
 _TYPES = {
     **dict.fromkeys(tiles.NUMBERS, "i32"),
     **dict.fromkeys(
-        ("unit", "factor", "noise_factor", "eps", "momentum", "lower", "upper"), "fp32"
+        ("unit", "step_unit", "noise_unit", "eps", "momentum", "lower", "upper"), "fp32"
     ),
     **dict.fromkeys(("Code", "Batches", "Momentum"), "*i64"),
     "Seed": "*i32",

@@ -13,7 +13,7 @@ import retrofit
 from retrofit import UsageError
 from retrofit.cli.convert import command
 from retrofit.conversion_options import OPTIONS, ConversionOptions
-from retrofit.layers.gaussianization import NoiseKind
+from retrofit.layers.noise import NoiseKind
 from retrofit.surgery import TARGETS
 
 VALUES: dict[str, Any] = {

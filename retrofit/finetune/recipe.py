@@ -22,7 +22,7 @@ from retrofit.utils.files import atomic_write
 from retrofit.utils.text import printable, shown
 
 if TYPE_CHECKING:
-    from retrofit.layers.gaussianization import NoiseKind
+    from retrofit.layers.noise import NoiseKind
 else:
     # Without torch, so that --help and the shell's completion answer at once.
     NoiseKind = Literal[OPTIONS["noise_kind"].words]

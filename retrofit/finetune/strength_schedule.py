@@ -7,7 +7,7 @@ from torch import nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers import NormalityMixin
-from retrofit.layers.normality_mixin import check_noise
+from retrofit.layers.noise import check_noise
 from retrofit.layers.strength import check_strength, strength_layers
 from retrofit.utils.text import plural
 

@@ -16,10 +16,10 @@ from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
 from retrofit.layers.frozen_batch_norm import of_one_type, trained_affine
 from retrofit.layers.function_transforms import followed
-from retrofit.layers.inference_forms import Sets, batch_sets
-from retrofit.layers.kernels.eager import Running
+from retrofit.layers.kernels.kernel_options import Running
 from retrofit.layers.normality_mixin import NormalityMixin
 from retrofit.layers.normality_norm import Statistics, apply_statistics
+from retrofit.layers.normalized_sets import Sets, batch_sets
 from retrofit.layers.strength import StrengthMixin
 
 _SYNC = "call retrofit.sync_norms(model) in its place"

@@ -1,5 +1,5 @@
-"""Constant maps as numbers: what a layer may be in evaluation, and the convolution or linear layer
-that takes it in.
+"""Constant maps as numbers: `ChannelMap`, what a layer may be in evaluation, and `LinearMap`, the
+convolution or linear layer that takes it in.
 """
 
 from dataclasses import dataclass, replace

@@ -1,9 +1,8 @@
-"""The power transform of standardized values and their noise by torch's operations, for layers that
-standardize by means of their own.
+"""The power transform of standardized values, and their noise, by torch's operations: for layers that
+standardize by means of their own, and for transforms that follow each operation.
 """
 
-import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +10,16 @@ from torch import Tensor
 from retrofit.layers.function_transforms import differentiable_once, transformed
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import blocks
+from retrofit.layers.noise import NoiseKind, perturb
 from retrofit.layers.power_transform import Reductions, StepGradient, first_step, yeo_johnson
-
-NoiseKind = Literal["scaled", "unscaled", "gaussian-dropout"]
 
 
 def gaussianize(
     h: Tensor,
     dim: tuple[int, ...],
+    *,
     strength: Any,
-    noise: float,
+    xi: float,
     noise_kind: NoiseKind,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
@@ -32,8 +31,8 @@ def gaussianize(
         lmbda = estimate(h, dim)
         y = yeo_johnson(h, 1 + effective_alpha * (lmbda - 1))
     else:
-        y, lmbda = _OneStep.apply(h, effective_alpha, dim)
-    return perturb(y, noise * strength, noise_kind, dim) if noise else y, lmbda
+        y, lmbda = _TransformByFirstStep.apply(h, effective_alpha, dim)
+    return perturb(y, xi * strength, noise_kind, dim) if xi else y, lmbda
 
 
 def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
@@ -43,7 +42,7 @@ def estimate(h: Tensor, dim: tuple[int, ...]) -> Tensor:
     return 1 + first_step(h, Reductions(dim))[0]
 
 
-class _OneStep(torch.autograd.Function):
+class _TransformByFirstStep(torch.autograd.Function):
     """One Newton step and the transform, with its closed-form backward: `h` and a few numbers a set
     are kept.
     """
@@ -53,7 +52,7 @@ class _OneStep(torch.autograd.Function):
         y, kept = torch.empty_like(h), []
         # on a CPU a third faster than the whole tensor at once
         for block in blocks(h, dim):
-            part, step, gradient = eager.gaussianized(block(h), t, Reductions(dim))
+            part, step, gradient = eager.transform_by_first_step(block(h), t, Reductions(dim))
             block(y).copy_(part)
             kept.append(torch.stack([step, *gradient]))
         stats = torch.cat(kept, block.axis + 1)
@@ -76,20 +75,3 @@ class _OneStep(torch.autograd.Function):
             to_lmbda = t * to_lmbda.mean(ctx.dim, True)
             block(grad_h).copy_(direct + to_lmbda * shift)
         return grad_h, None, None
-
-
-def perturb(y: Tensor, factor: Tensor | float, kind: NoiseKind, dim: tuple[int, ...]) -> Tensor:
-    """Add noise to transformed values, with z ~ N(0, 1) for each (the paper's sections 4.2 and
-    5.6).
-
-    "scaled" gives y + factor * s * z, with s the mean absolute deviation of the set, which takes no
-    gradient; "unscaled" the same with s = sqrt(2 / pi), a standard normal set's; "gaussian-dropout"
-    y * (1 + factor * z), through which y's gradient flows (there the paper writes xi as sqrt((1 -
-    p) / p), p the rate of retention).
-    """
-    noise = factor * torch.randn_like(y)
-    if kind == "gaussian-dropout":
-        return y * (1 + noise)
-    if kind == "unscaled":
-        return y + noise * math.sqrt(2 / math.pi)
-    return y + noise * (y - y.mean(dim, True)).abs().mean(dim, True).detach()

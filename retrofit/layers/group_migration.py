@@ -13,7 +13,8 @@ from retrofit.layers import kernels
 from retrofit.layers.function_transforms import differentiable_once, needed, transformed
 from retrofit.layers.inference_forms import channel_view
 from retrofit.layers.kernels import channelwise, fits
-from retrofit.layers.kernels.eager import Strength, compute_dtype
+from retrofit.layers.kernels.eager import compute_dtype
+from retrofit.layers.kernels.kernel_options import Strength
 
 
 def migrated_group_norm(
@@ -68,15 +69,15 @@ def migrated_group_norm(
     source_eps = eps if source_eps is None else source_eps
     maps = x if x.ndim > 2 else x.unsqueeze(-1)
     constants = running_mean.detach(), running_var.detach()
-    given = weight, bias, *constants, None if gain is None else gain.detach()
-    out = _on_cpu(maps, num_groups, strength, given, eps, source_eps)
+    tensors = weight, bias, *constants, None if gain is None else gain.detach()
+    out = _on_cpu(maps, num_groups, strength, tensors, eps, source_eps)
     if out is None:
-        out = _on_gpu(maps, num_groups, strength, given, eps, source_eps)
+        out = _on_gpu(maps, num_groups, strength, tensors, eps, source_eps)
     if out is None:
         if isinstance(strength, Strength):
             strength = strength.value(compute_dtype(x))
         t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device).detach()
-        values = maps, *given, (num_groups, t, eps, source_eps)
+        values = maps, *tensors, (num_groups, t, eps, source_eps)
         out = _group_affine(*values)[0] if transformed() else _GroupAffine.apply(*values)
     return out.view_as(x) if x.ndim == 2 else out
 
@@ -97,24 +98,24 @@ def _on_cpu(
     x: Tensor,
     num_groups: int,
     strength: Any,
-    given: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
     eps: Any,
     source_eps: Any,
 ) -> Tensor | None:
     """Return the result by kernels for a CPU, None where they do not take `x`."""
-    layout = channelwise.layout_of(x, *given, per_sample=True)
+    layout = channelwise.layout_of(x, *tensors, per_sample=True)
     if layout is None:
         return None
     if isinstance(strength, Strength):
         strength = strength.value(torch.float32)
     out: Tensor
-    if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in given):
+    if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in tensors):
         # To the last bit: there are networks that amplify a rounding error ten thousand times.
-        weight, bias, mean, var, _ = given
+        weight, bias, mean, var, _ = tensors
         out = functional.batch_norm(x, mean, var, weight, bias, eps=float(source_eps))
     else:
         numbers = num_groups, float(strength), float(eps), float(source_eps)
-        out = channelwise.MigratedNorm.apply(x, layout, numbers, *given)
+        out = channelwise.MigratedNorm.apply(x, layout, numbers, *tensors)
     return out
 
 
@@ -122,7 +123,7 @@ def _on_gpu(
     x: Tensor,
     num_groups: int,
     strength: Any,
-    given: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | None, ...],
     eps: Any,
     source_eps: Any,
 ) -> Tensor | None:
@@ -132,11 +133,22 @@ def _on_gpu(
         return None
     if not isinstance(strength, Strength):
         strength = Strength(torch.as_tensor(strength, device=x.device).detach())
-    numbers = (torch.as_tensor(number, device=x.device) for number in (eps, source_eps))
-    migration = triton.migrate(x, num_groups, strength, *given, *numbers)
+    weight, bias, mean, var, gain = tensors
+    migration = triton.migrate(
+        x,
+        num_groups,
+        strength,
+        weight=weight,
+        bias=bias,
+        mean=mean,
+        var=var,
+        gain=gain,
+        eps=torch.as_tensor(eps, device=x.device),
+        source_eps=torch.as_tensor(source_eps, device=x.device),
+    )
     if migration is None:
         return None
-    out: Tensor = triton.MigratedNormOnGPU.apply(x, *given[:2], migration)
+    out: Tensor = triton.MigratedNormOnGPU.apply(x, weight, bias, migration)
     return out
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrofit.layers.constant_maps import ChannelMap
+from retrofit.layers.normalized_sets import Sets
 from retrofit.layers.power_transform import MIN_CURVATURE, step_bounds
 
 # The eps of a batch normalization by constants: it completes the variance to 1 exactly, and torch
@@ -38,31 +39,7 @@ _SMALLEST_HALF = 2.0**-14
 # Not 0 in float16; in float32 less than the distance of 1 to the next number.
 _TINY = 1.5 * 2.0**-24
 # Factor on d in sums of squares, which overflow float16 for |h| above 80 without it.
-_SHARE = 0.125
-
-
-Sets = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
-"""A view of a layer's input, and the dimensions that span a normalized set there."""
-
-
-def batch_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Each channel of (N, C, *) over (N, *)."""
-    return x, (0, *range(2, x.ndim))
-
-
-def channel_sets(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Each position of (N, C, *) over C."""
-    return x, (1,)
-
-
-def trailing_sets(count: int, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Each sample over its last `count` dimensions."""
-    return x, tuple(range(x.ndim - count, x.ndim))
-
-
-def group_sets(groups: int, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Each sample and group of channels of (N, C, *) over (C / groups, *)."""
-    return x.unflatten(1, (groups, -1)), tuple(range(2, x.ndim + 1))
+_EIGHTH = 0.125
 
 
 def channel_view(values: Tensor, x: Tensor) -> Tensor:
@@ -331,17 +308,17 @@ class EstimatedTransform(nn.Module):
         v = v.clamp_min(tiny)
         least, most = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
         # An eighth of a, (1 + a) * l and d
-        share = a * _SHARE
-        grown = (share + _SHARE) * log
-        d = grown - share
+        eighth = a * _EIGHTH
+        grown = (eighth + _EIGHTH) * log
+        d = grown - eighth
         # A 64th of a * e + d^2
         e = grown * log - 2.0 * d
-        m45 = mean(share * e + d * d)
+        m45 = mean(eighth * e + d * d)
         m3 = mean(d)
         ratio = mean(h * d) / v
         bend = (m45 - m3 * m3) / v - 2.0 * ratio * ratio
-        curvature = bend.clamp_min(MIN_CURVATURE * _SHARE**2)
-        step = (mean(signed) * _SHARE**2 - ratio * _SHARE) / curvature
+        curvature = bend.clamp_min(MIN_CURVATURE * _EIGHTH**2)
+        step = (mean(signed) * _EIGHTH**2 - ratio * _EIGHTH) / curvature
         kappa = self.effective_alpha * torch.minimum(torch.maximum(step, least), most)
         p = sign * kappa + 1.0
         return relative_growth(p * log) * signed

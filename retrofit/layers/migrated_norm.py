@@ -1,4 +1,6 @@
-"""GroupNorm and LayerNorm that start as the BatchNorm they replace, by its running statistics."""
+"""The layers of GroupNorm and LayerNorm that start as the BatchNorm they replace, by its running
+statistics; their function is in `group_migration`.
+"""
 
 from collections import OrderedDict
 from functools import partial
@@ -240,9 +242,18 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
         if triton is None or kind is None:
             return None
         check_shape(x, self.num_groups, self.num_channels)
-        given = self.weight, self.bias, self.running_mean, self.running_var, self.gain
-        numbers = self.group_eps, self.eps
-        migration = triton.migrate(x, self.num_groups, self._strength, *given, *numbers)
+        migration = triton.migrate(
+            x,
+            self.num_groups,
+            self._strength,
+            weight=self.weight,
+            bias=self.bias,
+            mean=self.running_mean,
+            var=self.running_var,
+            gain=self.gain,
+            eps=self.group_eps,
+            source_eps=self.eps,
+        )
         if migration is None:
             return None
         return act.proxied(x, None, migration.plan, migration, kind, triton)

@@ -6,22 +6,19 @@ which only training uses, stay with the layer, as the p of a dropout does.
 """
 
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from retrofit.errors import UsageError
-from retrofit.layers.converted_layer import (
-    hold_settings,
-    library_class,
-    no_plain_layer,
-)
-from retrofit.layers.gaussianization import NoiseKind, estimate
-from retrofit.layers.inference_forms import EstimatedTransform, Sets, constants_of
-from retrofit.layers.kernels.eager import Running
+from retrofit.layers.converted_layer import hold_settings, library_class, no_plain_layer
+from retrofit.layers.gaussianization import estimate
+from retrofit.layers.inference_forms import EstimatedTransform, constants_of
+from retrofit.layers.kernels.kernel_options import Running
+from retrofit.layers.noise import NoiseKind, check_noise, check_noise_kind
 from retrofit.layers.normality_norm import Normalization, normalize
+from retrofit.layers.normalized_sets import Sets
 from retrofit.layers.strength import StrengthMixin, within_one
 from retrofit.utils.forward_pass import hooked
 
@@ -76,9 +73,16 @@ class NormalityMixin(StrengthMixin):
         self, group: ProcessGroup | None = None, running: Running | None = None
     ) -> Normalization:
         """Return what the layer asks of `normalize`."""
-        noise = self.noise if self.training else 0.0
-        kind = noise, self.noise_kind, self.alpha
-        return Normalization(self._sets(), self.per_channel, self.plain_eps, *kind, group, running)
+        return Normalization(
+            sets=self._sets(),
+            per_channel=self.per_channel,
+            eps=self.plain_eps,
+            xi=self.noise if self.training else 0.0,
+            noise_kind=self.noise_kind,
+            alpha=self.alpha,
+            group=group,
+            running=running,
+        )
 
     def _form(self) -> list[nn.Module]:
         """Return the operations of the layer in evaluation: by its running statistics, or an
@@ -175,27 +179,3 @@ def _collect_estimate(
 
 
 check_alpha = partial(within_one, "alpha", "0 is no transform, 1 the paper's")
-
-
-def check_noise(noise: float) -> float:
-    """Return `noise` if it is finite and not negative.
-
-    Raises:
-        UsageError: If it is not.
-    """
-    if not 0.0 <= noise < float("inf"):
-        raise UsageError(f"noise must be a finite number >= 0, not {noise}; 0 turns it off")
-    return float(noise)
-
-
-def check_noise_kind(kind: NoiseKind) -> NoiseKind:
-    """Return `kind` if there is noise of that kind.
-
-    Raises:
-        UsageError: If there is none.
-    """
-    if kind not in get_args(NoiseKind):
-        raise UsageError(
-            f"noise_kind must be one of {', '.join(get_args(NoiseKind))}, not {kind!r}"
-        )
-    return kind

@@ -15,22 +15,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from retrofit.layers import compiled_batch_norm, kernels
+from retrofit.layers import batch_norm_operator, kernels
 from retrofit.layers.function_transforms import differentiable_once, transformed
-from retrofit.layers.gaussianization import NoiseKind, gaussianize, perturb
-from retrofit.layers.inference_forms import Sets, batch_sets
+from retrofit.layers.gaussianization import gaussianize
 from retrofit.layers.kernels import eager
-from retrofit.layers.kernels.eager import (
-    KernelOptions,
-    Noise,
-    Running,
-    Strength,
-    affine,
-    compute_dtype,
-    normal,
-)
+from retrofit.layers.kernels.eager import DrawNoise, affine, compute_dtype
+from retrofit.layers.kernels.kernel_options import KernelOptions, Running, Strength
 from retrofit.layers.kernels.layout import Layout, is_dense, layout_of
-from retrofit.layers.kernels.plan import plan_of
+from retrofit.layers.kernels.normal_numbers import normal
+from retrofit.layers.kernels.triton_plan import plan_of
+from retrofit.layers.noise import NoiseKind, perturb
+from retrofit.layers.normalized_sets import Sets, batch_sets
 from retrofit.layers.power_transform import Reductions, yeo_johnson
 
 
@@ -108,8 +103,8 @@ class Normalization(NamedTuple):
     per_channel: bool
     # added to the biased variance
     eps: float
-    # xi
-    noise: float = 0.0
+    # the factor of the noise at strength 1; 0 for no noise
+    xi: float = 0.0
     # see `perturb`
     noise_kind: NoiseKind = "scaled"
     # of eq. 6
@@ -134,11 +129,11 @@ class Normalization(NamedTuple):
     def takes_operator(self, x: Tensor) -> bool:
         """Whether a compiler shall see one operator in the place of the formulas."""
         of_batch = self.sets is batch_sets and self.per_channel and self.group is None
-        return of_batch and compiled_batch_norm.takes(x)
+        return of_batch and batch_norm_operator.takes(x)
 
     def seed(self, x: Tensor) -> Tensor | None:
         """Draw the seed of the noise, on the device of `x`."""
-        if not self.noise:
+        if not self.xi:
             return None
         return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
 
@@ -191,7 +186,7 @@ def _layout_in_memory(
         return None, False
     x = torch.empty_strided(size, stride, device="meta")
     parameter = None if affine is None else torch.empty(affine, device="meta")
-    spec = Normalization(partial(sets, *arguments), per_channel, 0.0)
+    spec = Normalization(sets=partial(sets, *arguments), per_channel=per_channel, eps=0.0)
     values, dim = spec.sets(x)
     (view,) = spec.views(x, parameter)
     layout = layout_of(values.shape, values.stride(), dim, None if view is None else view.shape)
@@ -228,8 +223,15 @@ def normality_norm(
     `perturb` describes. Returns the result in `x`'s shape and dtype, and the statistics (lambda as
     estimated: strength does not enter it), None of an empty input.
     """
-    sets = partial(_dimensions, dim)
-    spec = Normalization(sets, False, eps, noise, noise_kind, alpha, group)
+    spec = Normalization(
+        sets=partial(_dimensions, dim),
+        per_channel=False,
+        eps=eps,
+        xi=noise,
+        noise_kind=noise_kind,
+        alpha=alpha,
+        group=group,
+    )
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
     out, stats = normalize(x, weight, bias, Strength(t), spec)
     return out, None if stats is None else spec.statistics(x, weight, bias, stats)
@@ -251,14 +253,16 @@ def normalize(
     if x.numel() == 0 and spec.group is None:
         return _of_nothing(x, weight, bias, spec), None
     fits = kernels.fits(x)
-    scaled = not spec.noise or spec.noise_kind == "scaled"
-    if not fits and scaled and spec.takes_operator(x):
-        numbers = spec.eps, spec.alpha, spec.noise
+    # Of the kinds of noise, kernels have the scaled one alone
+    has_other_noise = bool(spec.xi) and spec.noise_kind != "scaled"
+    if not fits and not has_other_noise and spec.takes_operator(x):
         seed = spec.seed(x)
-        return compiled_batch_norm.batch_normality(x, weight, bias, seed, strength, numbers)
+        return batch_norm_operator.batch_normality(
+            x, weight, bias, seed, strength, eps=spec.eps, alpha=spec.alpha, xi=spec.xi
+        )
     if not fits and transformed():
         return _followed(x, weight, bias, strength, spec)
-    if not scaled:
+    if has_other_noise:
         return _with_other_noise(x, weight, bias, strength, spec)
     out: tuple[Tensor, Tensor | None]
     if fits:
@@ -278,9 +282,11 @@ def _with_other_noise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
 ) -> tuple[Tensor, Tensor | None]:
     """Apply algorithm 1 with noise that kernels do not have."""
-    y, stats = normalize(x, None, None, strength, spec._replace(noise=0.0))
+    y, stats = normalize(x, None, None, strength, spec._replace(xi=0.0))
     dtype = compute_dtype(x)
-    y = perturb(y.to(dtype), spec.noise * strength.value(dtype), spec.noise_kind, ())
+    values, dim = spec.sets(y.to(dtype))
+    values = perturb(values, spec.xi * strength.value(dtype), spec.noise_kind, dim)
+    y = _shaped_as(x, values)
     return affine(y, spec.beside(weight, x), spec.beside(bias, x)).to(x.dtype), stats
 
 
@@ -316,11 +322,19 @@ class _ByKernels(torch.autograd.Function):
         module: Any,
     ) -> tuple[Tensor, Tensor | None]:
         out = torch.empty_like(x)
-        seed = spec.seed(x) if spec.noise else None
+        seed = spec.seed(x) if spec.xi else None
         if not module.READS_STRENGTH:
             strength = Strength(strength.value(compute_dtype(x)))
-        numbers = spec.eps, spec.alpha, spec.noise
-        ctx.options = KernelOptions(layout, strength, *numbers, seed, spec.group, spec.running)
+        ctx.options = KernelOptions(
+            layout=layout,
+            strength=strength,
+            eps=spec.eps,
+            alpha=spec.alpha,
+            xi=spec.xi,
+            seed=seed,
+            group=spec.group,
+            running=spec.running,
+        )
         ctx.module = module
         table = module.forward(out, x, weight, bias, ctx.options)
         # Recomputed with the rest under activation checkpointing
@@ -361,7 +375,9 @@ def _followed(
     var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + spec.eps)
     h = (values - mean) * rstd
-    y, lmbda = gaussianize(h, dim, t, spec.noise, spec.noise_kind, spec.alpha)
+    y, lmbda = gaussianize(
+        h, dim, strength=t, xi=spec.xi, noise_kind=spec.noise_kind, alpha=spec.alpha
+    )
     gamma, beta = spec.views(x, weight, bias)
     out = affine(y, gamma, beta).to(x.dtype)
     stats = torch.stack([mean, var, rstd, lmbda - 1])
@@ -379,17 +395,15 @@ class _ByFormulas(torch.autograd.Function):
         t = strength.value(compute_dtype(x))
         values, dim = spec.sets(x)
         gamma, beta = spec.views(x, weight, bias)
-        noise = _noise(values, Strength(t).noise(spec.noise), seed)
+        draw_noise = _noise_of(values, t * spec.xi, seed)
         over = Reductions(dim, spec.group)
-        effective = Strength(t).times(spec.alpha)
-        out, stats = eager.normalized(values, gamma, beta, effective, spec.eps, noise, over)
+        out, stats = eager.normalized(
+            values, gamma, beta, t * spec.alpha, spec.eps, draw_noise, over
+        )
         ctx.spec = spec
         ctx.save_for_backward(x, weight, bias, t, seed, stats)
         ctx.mark_non_differentiable(stats)
-        if out.shape != x.shape:
-            # Not a view, which an in-place operation behind the layer could not change
-            out = out.reshape(x.shape).clone()
-        return out, stats
+        return _shaped_as(x, out), stats
 
     @staticmethod
     @differentiable_once
@@ -399,13 +413,21 @@ class _ByFormulas(torch.autograd.Function):
         values, dim = spec.sets(x)
         views = spec.views(x, weight, bias)
         grad = spec.sets(grads[0])[0]
-        noise = _noise(values, Strength(t).noise(spec.noise), seed)
+        draw_noise = _noise_of(values, t * spec.xi, seed)
         over = Reductions(dim, spec.group)
-        effective = Strength(t).times(spec.alpha)
-        grad_x, y = eager.pulled_back(grad, values, views[0], effective, stats, noise, over)
+        grad_x, y = eager.pulled_back(
+            grad, values, views[0], t * spec.alpha, stats, draw_noise, over
+        )
         grad = grad.to(y.dtype)
         affine = map(_like, (grad * y, grad), views, (weight, bias))
         return grad_x.reshape(x.shape), *affine, None, None
+
+
+def _shaped_as(x: Tensor, out: Tensor) -> Tensor:
+    """Return a result in the shape of `x`, and not as a view, which an in-place operation behind the
+    layer could not change.
+    """
+    return out if out.shape == x.shape else out.reshape(x.shape).clone()
 
 
 def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Tensor | None:
@@ -415,7 +437,10 @@ def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Te
     return gradient.sum_to_size(view.shape).reshape(parameter.shape).to(parameter.dtype)
 
 
-def _noise(x: Tensor, factor: Tensor | None, seed: Tensor | None) -> Noise | None:
-    if factor is None or seed is None:
+def _noise_of(x: Tensor, factor: Tensor, seed: Tensor | None) -> DrawNoise | None:
+    """Return what draws the noise of `x`. Its elements count in the order of the dimensions, not of
+    memory as kernels count them: where they lie is up to the compiler.
+    """
+    if seed is None:
         return None
     return lambda spread: normal(x.shape, seed) * (factor * spread)

@@ -128,7 +128,7 @@ class Reductions:
         if self.group is None:
             return [tensor.mean(self.dims, True) for tensor in tensors]
         sums = torch.stack([tensor.sum(self.dims, True) for tensor in tensors])
-        return list(average(sums, self._share(tensors[0]), self.group))
+        return list(average(sums, self._count(tensors[0]), self.group))
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.numel() or self.group is None:
@@ -143,12 +143,12 @@ class Reductions:
 
     def size(self, x: Tensor) -> Tensor | int:
         if self.group is None:
-            return self._share(x)
-        count = torch.tensor(self._share(x), dtype=torch.int64, device=x.device)
+            return self._count(x)
+        count = torch.tensor(self._count(x), dtype=torch.int64, device=x.device)
         dist.all_reduce(count, group=self.group)
         return count
 
-    def _share(self, x: Tensor) -> int:
+    def _count(self, x: Tensor) -> int:
         return math.prod([x.shape[axis] for axis in self.dims])
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers import inference_forms, kernels
+from retrofit.layers import inference_forms, kernels, normalized_sets
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, reset_affine
@@ -68,8 +68,8 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
             else tuple(range(x.ndim - len(self.normalized_shape)))
         )
 
-    def _sets(self) -> inference_forms.Sets:
-        return partial(inference_forms.trailing_sets, len(self.normalized_shape))
+    def _sets(self) -> normalized_sets.Sets:
+        return partial(normalized_sets.trailing_sets, len(self.normalized_shape))
 
 
 class LayerNormalNorm2d(LayerNormalNorm):
@@ -95,8 +95,8 @@ class LayerNormalNorm2d(LayerNormalNorm):
             )
         return self._by_own_statistics(x)[0]
 
-    def _sets(self) -> inference_forms.Sets:
-        return inference_forms.channel_sets
+    def _sets(self) -> normalized_sets.Sets:
+        return normalized_sets.channel_sets
 
     def _source_form(self) -> nn.Module:
         shape = self.normalized_shape
@@ -165,7 +165,7 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         if (
             last != torch.contiguous_format
             and kernels.fits(x)
-            and kernels.moves(x, x.shape[1] // groups)
+            and kernels.should_gather(x, x.shape[1] // groups)
         ):
             # Sets in channels_last are stretches of a group's channels.
             return self._by_own_statistics(x.contiguous())[0].contiguous(memory_format=last)
@@ -177,8 +177,8 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         )
         return new
 
-    def _sets(self) -> inference_forms.Sets:
-        return partial(inference_forms.group_sets, self.num_groups)
+    def _sets(self) -> normalized_sets.Sets:
+        return partial(normalized_sets.group_sets, self.num_groups)
 
 
 class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
@@ -247,8 +247,8 @@ class _InstanceNormalNorm(RunningNormality):
         # As in torch's layer, the flag decides, even where there are running statistics.
         return super().channel_map() if self.track_running_stats else None
 
-    def _sets(self) -> inference_forms.Sets:
-        return partial(inference_forms.trailing_sets, self._batched_ndim - 2)
+    def _sets(self) -> normalized_sets.Sets:
+        return partial(normalized_sets.trailing_sets, self._batched_ndim - 2)
 
     def _form(self) -> list[nn.Module]:
         form = inference_forms.in_sequence(super()._form())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.function_transforms import followed
-from retrofit.layers.kernels.eager import Strength
+from retrofit.layers.kernels.kernel_options import Strength
 from retrofit.utils.text import ROOT, plural, shortlist
 
 UNIT = 2.0**-40

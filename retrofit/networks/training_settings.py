@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from retrofit.layers.normality_mixin import NormalityMixin, check_noise, check_noise_kind
+from retrofit.layers.noise import check_noise, check_noise_kind
+from retrofit.layers.normality_mixin import NormalityMixin
 
 
 def _check_momentum(value: Any) -> float | None:

@@ -118,7 +118,7 @@ def runs_cpp(x: Tensor) -> bool:
     return x.is_cpu and _named() in ("", "cpp") and choose(x) is cpp
 
 
-def moves(x: Tensor, stretch: int) -> bool:
+def should_gather(x: Tensor, stretch: int) -> bool:
     """Whether sets of many stretches of `stretch` neighbouring elements are better moved together
     before they are run: short ones leave vectors half empty. (The C++ kernels fill theirs with the
     stretches of neighbouring sets, Triton's do so with those of a power of two.)

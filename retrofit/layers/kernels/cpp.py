@@ -39,7 +39,8 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers import power_transform
 from retrofit.layers.kernels import eager
-from retrofit.layers.kernels.eager import FIELDS, KernelOptions
+from retrofit.layers.kernels.eager import FIELDS
+from retrofit.layers.kernels.kernel_options import KernelOptions
 from retrofit.layers.kernels.layout import Geometry, Layout, geometry_of
 
 _log = logging.getLogger(__name__)
@@ -67,9 +68,8 @@ _LIMIT = 170.0
 # Seconds: longer than what another process does under the lock.
 _PATIENCE = 180.0
 TYPES = (torch.float32, torch.bfloat16)
-# All stages in one call.
+# Stages, as normality.cpp numbers them: all in one call, and that of `forward` that writes
 _ALL = -1
-# The stage of `forward` that writes.
 _LAST = 4
 # Rows of the parts: mean and variance; five means of the Newton step, smallest and largest value;
 # mean of y; its mean absolute deviation
@@ -245,10 +245,12 @@ READS_STRENGTH = False
 
 
 class _COptions(ctypes.Structure):
+    """`Options` of normality.cpp, field by field: the library reads it as it is."""
+
     _fields_ = (
-        *((name, ctypes.c_float) for name in ("t", "eps", "factor")),
+        *((name, ctypes.c_float) for name in ("step_factor", "eps", "noise_factor")),
         *((name, ctypes.c_uint32) for name in ("seed0", "seed1")),
-        *((name, ctypes.c_int) for name in ("noise", "threads", "stage", "half")),
+        *((name, ctypes.c_int) for name in ("has_noise", "threads", "stage", "half")),
     )
 
 
@@ -262,19 +264,19 @@ def forward(
         return eager.forward(out, x, weight, bias, options)
     out, x = layout.view(out), layout.view(x)
     weight, bias = layout.view_affine(weight), layout.view_affine(bias)
-    own, group = _options(x, options), options.group
+    c_options, group = _options(x, options), options.group
     stats = room(FIELDS, *(1 if d in layout.dims else n for d, n in enumerate(x.shape)))
     tensors = out, x, floats(weight), floats(bias), stats
     if group is None:
-        call("forward", geometry, own, *tensors, None)
+        call("forward", geometry, c_options, *tensors, None)
         return stats
     parts = room(_STAGES[-1].stop, geometry.sets)
-    for stage, rows in enumerate(_STAGES if own.noise else _STAGES[:2]):
-        own.stage = stage
-        call("forward", geometry, own, *tensors, parts)
+    for stage, rows in enumerate(_STAGES if c_options.has_noise else _STAGES[:2]):
+        c_options.stage = stage
+        call("forward", geometry, c_options, *tensors, parts)
         parts[rows] = _over_ranks(stage, parts[rows], x.numel() // geometry.sets, group)
-    own.stage = _LAST
-    call("forward", geometry, own, *tensors, parts)
+    c_options.stage = _LAST
+    call("forward", geometry, c_options, *tensors, parts)
     return stats
 
 
@@ -293,14 +295,14 @@ def backward(
         return eager.backward(grad_x, x, grad, weight, stats, options)
     grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
     weight = layout.view_affine(weight)
-    own = _options(x, options)
-    shares = room(own.threads, 2, *layout.affine).zero_()
+    c_options = _options(x, options)
+    shares = room(c_options.threads, 2, *layout.affine).zero_()
     tensors, parts = (grad_x, shares, x, grad.to(x.dtype), floats(weight), stats), None
     if options.group is not None:
-        parts, own.stage = room(5, geometry.sets), 0
-        call("backward", geometry, own, *tensors, parts)
-        parts, own.stage = _average(parts, x.numel() // geometry.sets, options.group), 1
-    call("backward", geometry, own, *tensors, parts)
+        parts, c_options.stage = room(5, geometry.sets), 0
+        call("backward", geometry, c_options, *tensors, parts)
+        parts, c_options.stage = _average(parts, x.numel() // geometry.sets, options.group), 1
+    call("backward", geometry, c_options, *tensors, parts)
     return shares.sum(0)
 
 
@@ -313,8 +315,8 @@ def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> N
     if geometry is None:
         eager.apply(out, x, dims, constants)
     else:
-        own = _COptions(threads=threads(x), half=x.dtype == torch.bfloat16)
-        call("apply", geometry, own, out, x, constants)
+        c_options = _COptions(threads=threads(x), half=x.dtype == torch.bfloat16)
+        call("apply", geometry, c_options, out, x, constants)
 
 
 @cache
@@ -383,17 +385,18 @@ def _geometry(x: Tensor, layout: Layout) -> Geometry | None:
 
 
 def _options(x: Tensor, options: KernelOptions) -> _COptions:
-    own = _COptions(
-        options.t.item(),
-        options.eps,
+    c_options = _COptions(
+        step_factor=options.step_factor.item(),
+        eps=options.eps,
         threads=threads(x),
         stage=_ALL,
         half=x.dtype == torch.bfloat16,
     )
-    if options.factor is not None and options.seed is not None:
-        own.noise, own.factor = 1, options.factor.item()
-        own.seed0, own.seed1 = (word % 2**32 for word in options.seed.tolist())
-    return own
+    if options.seed is not None:
+        c_options.has_noise = 1
+        c_options.noise_factor = options.noise_factor.item()
+        c_options.seed0, c_options.seed1 = (word % 2**32 for word in options.seed.tolist())
+    return c_options
 
 
 def floats(parameter: Tensor | None) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""Algorithm 1 of Eftekhari & Papyan (2025), the closed form of its backward, and its noise, in
-torch's operations.
+"""Algorithm 1 of Eftekhari & Papyan (2025) and the closed form of its backward, in torch's
+operations.
 
 `normalized` and `pulled_back` take a whole tensor: the one definition, which a compiler traces, and
 which normality.cpp and the Triton kernels mirror. `forward` and `backward` run them over blocks of
@@ -7,22 +7,16 @@ whole sets that stay in the processor's cache. Sets are independent of each othe
 through all of it before the next is touched: main memory is passed over once, and no intermediate
 is larger than a block. Nothing here is seen by autograd. Everything is computed in float32 (float64
 for float64 input).
-
-Noise is a function of position and seed, so that it needs no storing and no order. Element i of
-seed (s0, s1) is a hash of i, mapped through the normal quantile: whoever computes it, on whatever
-device and in whatever order, gets the same number (to the rounding of a logarithm). Tails reach 6.3
-standard deviations.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from retrofit.layers.kernels.layout import Layout
+from retrofit.layers.kernels.kernel_options import KernelOptions
+from retrofit.layers.kernels.normal_numbers import normal
 from retrofit.layers.power_transform import (
     Reductions,
     StepGradient,
@@ -32,34 +26,23 @@ from retrofit.layers.power_transform import (
 )
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
-_BLOCK = (
-    2**18
-)  # elements: large enough for a call's overhead, small enough for the last-level cache
+# Elements: large enough for a call's overhead, small enough for the last-level cache
+_BLOCK = 2**18
 # stands for p = 0: expm1(p * l) / p is then l, to the bit
 _NEAR_ZERO = 1e-20
 
 FIELDS = 10
-"""Numbers kept of each set, stacked: mean, variance, 1 / std, lambda's step, its `StepGradient`,
-the noise's scale.
+"""Numbers kept of each set, stacked: mean, variance, 1 / std, lambda's step, the five of its
+`StepGradient`, and the spread of y (its mean absolute deviation), 0 without noise.
 """
 
-# Noise: |z| = (1 - v) * P(w) / Q(w), with v the two-sided tail probability and w = -log(v * (2 -
-# v)); 1e-7 relative
-NUMERATOR = (
-    *(2.928853064076975e-05, 0.0009993967832997441, 0.011874854564666748),
-    *(0.08982928842306137, 0.4523918926715851, 1.2533142566680908),
-)
-DENOMINATOR = (
-    *(1.0084270343213575e-06, 0.00016978503845166415, 0.0022797624114900827),
-    *(0.032670583575963974, 0.09915989637374878, 1.0),
-)
-# Shifts and multipliers of an integer finaliser with full avalanche ("triple32" of Wellons'
-# hash-prospector)
-_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
+DrawNoise = Callable[[Tensor], Tensor]
+"""Returns the noise to add, of the input's shape, by the spread of each set."""
 
-Noise = Callable[
-    [Tensor], Tensor
-]  # the noise to add, of the input's shape, by the spread of each set
+READS_STRENGTH = False
+"""Whether `KernelOptions.strength` may be a buffer that changes after the call, and
+`KernelOptions.running` is moved.
+"""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -73,7 +56,7 @@ def normalized(
     bias: Tensor | None,
     t: Tensor,
     eps: float,
-    noise: Noise | None,
+    draw_noise: DrawNoise | None,
     over: Reductions,
 ) -> tuple[Tensor, Tensor]:
     """Return the result in `x`'s dtype and `FIELDS` numbers of each set; `weight` and `bias`
@@ -82,12 +65,12 @@ def normalized(
     values = x.to(compute_dtype(x))
     mean, var = _mean_and_variance(values, over)
     rstd = torch.rsqrt(var + eps)
-    y, step, gradient = gaussianized((values - mean) * rstd, t, over)
+    y, step, gradient = transform_by_first_step((values - mean) * rstd, t, over)
     spread = torch.zeros_like(mean)
-    if noise is not None:
+    if draw_noise is not None:
         (centre,) = over.means([y])
         (spread,) = over.means([(y - centre).abs()])
-        y = y + noise(spread)
+        y = y + draw_noise(spread)
     stats = torch.stack([mean, var, rstd, step, *gradient, spread])
     return affine(y, weight, bias).to(x.dtype), stats
 
@@ -98,7 +81,7 @@ def pulled_back(
     weight: Tensor | None,
     t: Tensor,
     stats: Tensor,
-    noise: Noise | None,
+    draw_noise: DrawNoise | None,
     over: Reductions,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient with respect to `x`, in its dtype, and y with its noise, which gamma
@@ -120,12 +103,14 @@ def pulled_back(
     along_one = direct_mean + to_lmbda * shift_mean
     along_h = direct_h + to_lmbda * shift_h
     grad_x = rstd * (pull - along_one - h * along_h)
-    if noise is not None:
-        y = y + noise(spread)
+    if draw_noise is not None:
+        y = y + draw_noise(spread)
     return grad_x.to(x.dtype), y
 
 
-def gaussianized(h: Tensor, t: Tensor, over: Reductions) -> tuple[Tensor, Tensor, StepGradient]:
+def transform_by_first_step(
+    h: Tensor, t: Tensor, over: Reductions
+) -> tuple[Tensor, Tensor, StepGradient]:
     """Return psi of standardized values by t times their step, the step of each set, and its
     gradient.
     """
@@ -196,117 +181,6 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return scaled if bias is None else scaled + bias.to(y.dtype)
 
 
-def normal(
-    shape: Sequence[int], seed: Tensor, strides: Sequence[int] | None = None, first: int = 0
-) -> Tensor:
-    """Return standard normal float32 numbers of `shape` by a seed of two int32 words. An element's
-    position (modulo 2^32) is `first` plus its indices times `strides`, those of a contiguous tensor
-    if None.
-    """
-    if strides is None:
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    key = seed[0] + ((first + 2**31) % 2**32 - 2**31)
-    for axis, stride in enumerate(strides):
-        steps = torch.arange(shape[axis], dtype=torch.int32, device=seed.device) * stride
-        behind = (1,) * (len(shape) - axis - 1)
-        key = key + steps.view(-1, *behind)
-    key = _hash(key, seed)
-    # Of 31 bits, in the middle of their interval
-    v = (key & 0x7FFFFFFF).to(torch.float32) * 2.0**-31 + 2.0**-32
-    w = -torch.log(v * (2 - v))
-    z = (1 - v) * _polynomial(NUMERATOR, w) / _polynomial(DENOMINATOR, w)
-    return torch.where(key < 0, -z, z)
-
-
-def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
-    """Evaluate a polynomial, highest power first."""
-    value = torch.zeros_like(x)
-    for coefficient in coefficients:
-        value = value * x + coefficient
-    return value
-
-
-def _hash(key: Tensor, seed: Tensor) -> Tensor:
-    """Return random bits for each position."""
-    for place, (shift, multiplier) in enumerate(_ROUNDS):
-        key = _mix(key, shift)
-        if place == 1:
-            key = key + seed[1]
-        key = key * multiplier
-    return _mix(key, 14)
-
-
-def _mix(key: Tensor, shift: int) -> Tensor:
-    # a logical shift
-    return key ^ ((key >> shift) & ((1 << (32 - shift)) - 1))
-
-
-class Strength(NamedTuple):
-    """t: the first element of a tensor, times a unit. Kernels on a GPU read it there."""
-
-    source: Tensor
-    unit: float = 1.0
-
-    def value(self, dtype: torch.dtype) -> Tensor:
-        """Return t as a 0-dim tensor."""
-        first = self.source.detach().reshape(-1)[0].to(dtype)
-        return first if self.unit == 1 else first * self.unit
-
-    def times(self, alpha: float) -> Tensor:
-        """Return the factor of lambda's step: t * alpha."""
-        return self.source if alpha == 1 else self.source * alpha
-
-    def noise(self, xi: float) -> Tensor | None:
-        """Return the factor of the noise: t * xi; None for no noise."""
-        return xi * self.source if xi else None
-
-
-class Running(NamedTuple):
-    """Buffers that follow the batch's statistics, (C,) each; None where there is none.
-
-    `tracked` counts batches; without a momentum the buffers are the average over them.
-    """
-
-    mean: Tensor | None
-    var: Tensor | None
-    lmbda: Tensor | None
-    tracked: Tensor | None
-    momentum: float | None
-
-
-class KernelOptions(NamedTuple):
-    """What the kernels take beside tensors, which are given as views by their sets."""
-
-    layout: Layout
-    strength: Strength
-    # added to the variance
-    eps: float
-    # lambda's step is multiplied by strength times alpha
-    alpha: float = 1.0
-    # xi; strength times it is the factor of the noise
-    noise: float = 0.0
-    # of the noise, on the device of the tensors
-    seed: Tensor | None = None
-    # ranks that share the sets
-    group: ProcessGroup | None = None
-    # moved by kernels that read the strength themselves
-    running: Running | None = None
-
-    @property
-    def t(self) -> Tensor:
-        return self.strength.times(self.alpha)
-
-    @property
-    def factor(self) -> Tensor | None:
-        return self.strength.noise(self.noise)
-
-
-READS_STRENGTH = False
-"""Whether `KernelOptions.strength` may be a buffer that changes after the call, and
-`KernelOptions.running` is moved.
-"""
-
-
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
@@ -317,11 +191,12 @@ def forward(
     weight = layout.view_affine(weight)
     bias = layout.view_affine(bias)
     over = Reductions(layout.dims, options.group)
+    t = options.step_factor
     stats = []
     for block in blocks(x, layout.dims, options.group is not None):
-        noise = block.noise(x, options)
+        draw_noise = block.noise_of(x, options)
         affine = block.of(weight), block.of(bias)
-        part, kept = normalized(block(x), *affine, options.t, options.eps, noise, over)
+        part, kept = normalized(block(x), *affine, t, options.eps, draw_noise, over)
         block(out).copy_(part)
         stats.append(kept)
     return torch.cat(stats, block.axis + 1)
@@ -344,13 +219,14 @@ def backward(
     grad = layout.view(grad)
     weight = layout.view_affine(weight)
     over = Reductions(layout.dims, options.group)
+    t = options.step_factor
     to_weight = torch.zeros(layout.affine, dtype=stats.dtype, device=x.device)
     to_bias = torch.zeros_like(to_weight)
     for block in blocks(x, layout.dims, options.group is not None):
-        noise = block.noise(x, options)
+        draw_noise = block.noise_of(x, options)
         kept = torch.stack([block.of(row) for row in stats])
         g = block(grad)
-        part, y = pulled_back(g, block(x), block.of(weight), options.t, kept, noise, over)
+        part, y = pulled_back(g, block(x), block.of(weight), t, kept, draw_noise, over)
         block(grad_x).copy_(part)
         g = g.to(y.dtype)
         _add(block.of(to_weight), g * y)
@@ -383,10 +259,12 @@ class _Block(NamedTuple):
     def of(self, x: _Maybe) -> _Maybe:
         return x if x is None or x.shape[self.axis] == 1 else self(x)
 
-    def noise(self, x: Tensor, options: KernelOptions) -> Noise | None:
-        factor, seed = options.factor, options.seed
-        if factor is None or seed is None:
+    def noise_of(self, x: Tensor, options: KernelOptions) -> DrawNoise | None:
+        """Return what draws the slice's noise, whose elements count by where they lie in memory."""
+        seed = options.seed
+        if seed is None:
             return None
+        factor = options.noise_factor
         first = self.start * x.stride(self.axis)
         return lambda spread: normal(self(x).shape, seed, x.stride(), first) * (factor * spread)
 

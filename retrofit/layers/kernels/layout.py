@@ -127,20 +127,20 @@ class Geometry(ctypes.Structure):
     The two outer loops go from set to set, the two inner ones through a set: `runs` stretches of
     memory, each of them `lane.size` neighbouring elements. If `columns`, neighbouring elements
     belong to neighbouring sets instead: then `inner` goes from block to block of as many sets as a
-    vector holds, `lane` through all of these sets, and a set has `share` neighbouring elements a
-    run. The C++ kernels read it as it is.
+    vector holds, `lane` through all of these sets, and a set has `merge` neighbouring elements a
+    run. The C++ kernels read both structures as they are: normality.cpp has the same fields.
     """
 
     _fields_ = (
         ("columns", ctypes.c_int64),
         *((name, Axis) for name in ("outer", "inner", "runs", "lane")),
-        *((name, ctypes.c_int64) for name in ("affine_size", "share")),
+        *((name, ctypes.c_int64) for name in ("affine_size", "merge")),
     )
 
     @property
     def sets(self) -> int:
         sets: int = self.outer.size * (
-            self.lane.size // self.share if self.columns else self.inner.size
+            self.lane.size // self.merge if self.columns else self.inner.size
         )
         return sets
 
@@ -165,15 +165,15 @@ def geometry_of(
     outer, inner, runs = loops
     if outer.affine or (columns and lane.affine and runs.affine):
         return None
-    share = 1
+    merge = 1
     if beside and not columns and lane.size <= width and _lie_beside(inner, runs, lane):
         columns = True
-        share = lane.size
-        lane = Axis(inner.size * share, lane.stride, lane.affine)
+        merge = lane.size
+        lane = Axis(inner.size * merge, lane.stride, lane.affine)
     if columns:
-        block = width // share * share
+        block = width // merge * merge
         inner = Axis(math.ceil(lane.size / block), block, block * lane.affine)
-    return Geometry(columns, outer, inner, runs, lane, math.prod(affine), share)
+    return Geometry(columns, outer, inner, runs, lane, math.prod(affine), merge)
 
 
 def _axes(shape: tuple[int, ...], affine: tuple[int, ...]) -> list[Axis]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.layers.kernels import cpp, eager
-from retrofit.layers.kernels.eager import KernelOptions, Strength
+from retrofit.layers.kernels.kernel_options import KernelOptions, Strength
 from retrofit.layers.kernels.layout import layout_of
 
 _log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def _results(
     options = KernelOptions(layout, strength, eps=1e-5)
     if case.noise:
         seed = torch.tensor([11, -7], dtype=torch.int32, device=device)
-        options = options._replace(noise=0.625, seed=seed)
+        options = options._replace(xi=0.625, seed=seed)
 
     out, grad_x, applied = (torch.empty_like(x) for _ in range(3))
     stats = kernels.forward(out, x, weight, bias, options)

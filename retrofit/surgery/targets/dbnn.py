@@ -32,8 +32,14 @@ class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
         noise = 0.0
         if self.training:
             noise = self.noise
-        options = self.strength, noise, self.noise_kind, self.alpha
-        y, lmbda = gaussianize(h.flatten(0, 1), (1,), *options)
+        y, lmbda = gaussianize(
+            h.flatten(0, 1),
+            (1,),
+            strength=self.strength,
+            xi=noise,
+            noise_kind=self.noise_kind,
+            alpha=self.alpha,
+        )
         return y.view_as(h), lmbda.detach()
 
     def _behind_whitening(self) -> ChannelMap:

@@ -22,7 +22,7 @@ from retrofit.layers import (
     ProxyNorm,
     kernels,
 )
-from retrofit.layers.kernels import plan, self_test
+from retrofit.layers.kernels import self_test, triton_plan
 from retrofit.layers.kernels import triton as triton_kernels
 from retrofit.layers.kernels.self_test import Case
 from retrofit.layers.kernels.triton import launcher, sums, tiles
@@ -48,15 +48,15 @@ FIRST = (Case("columns that programs share", (9, 3), (0,), (1, 3), noise=False),
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"TILE": 8, "COLUMNS": 4, "ROUNDS": 1, "LARGEST": 16}.items():
-        monkeypatch.setattr(plan, name, value)
-    plan.plan_of.cache_clear()
+        monkeypatch.setattr(triton_plan, name, value)
+    triton_plan.plan_of.cache_clear()
     monkeypatch.setattr(launcher, "processors", lambda device: 3)
     monkeypatch.setattr(self_test, "CASES", FIRST)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # as on a machine where nothing was tested
 
 
 def test_the_cases_are_of_every_way() -> None:
-    plans = [plan.plan_of(*case[1:4], 3) for case in TINY]
+    plans = [triton_plan.plan_of(*case[1:4], 3) for case in TINY]
     assert {(each.tile.way, each.tile.along) for each in plans} == {
         *(("stretches", along) for along in ("sets", "runs", "lanes")),
         *(("rows", along) for along in ("sets", "lanes")),

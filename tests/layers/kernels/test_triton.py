@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from retrofit.layers import BatchNormalNorm2d, kernels
 from retrofit.layers.kernels import eager, self_test
 from retrofit.layers.kernels import triton as triton_kernels
-from retrofit.layers.kernels.plan import plan_of
 from retrofit.layers.kernels.triton import launcher, norm_backward
+from retrofit.layers.kernels.triton_plan import plan_of
 from tests.pretend_device import DEVICE, pretended
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

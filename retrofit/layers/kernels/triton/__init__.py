@@ -2,7 +2,7 @@
 (TRITON_INTERPRET=1).
 
 A kernel goes over a tensor in tiles. A tile has runs along its first axis and neighbouring
-elements, lanes, along its second. Sets lie in one of three ways (`plan.py`):
+elements, lanes, along its second. Sets lie in one of three ways (`triton_plan.py`):
 
 - columns: a lane is a set, or some neighbouring lanes are, and its elements lie along the runs;
 - stretches: a set is all lanes of its runs;

@@ -9,7 +9,7 @@ import os
 import triton
 import triton.language as tl
 
-from retrofit.layers.kernels.eager import DENOMINATOR, NUMERATOR
+from retrofit.layers.kernels.normal_numbers import DENOMINATOR, NUMERATOR
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LN2 = tl.constexpr(0.6931471805599453)
@@ -60,7 +60,7 @@ def log1p(x):
 
 @triton.jit
 def normal(position, Seed):
-    """See `eager.normal`."""
+    """See `normal_numbers.normal`."""
     key = position.to(tl.uint32) + tl.load(Seed).to(tl.uint32, bitcast=True)
     key = (key ^ (key >> 17)) * 0xED5AD4BB
     key = ((key ^ (key >> 11)) + tl.load(Seed + 1).to(tl.uint32, bitcast=True)) * 0xAC4C1B51

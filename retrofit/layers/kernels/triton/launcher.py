@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from retrofit.layers.kernels.layout import Layout
-from retrofit.layers.kernels.plan import LaunchPlan, plan_of
+from retrofit.layers.kernels.triton_plan import LaunchPlan, plan_of
 
 # Of Triton: those before lose constants and numbers in tuples
 OLDEST = 3, 5

@@ -20,12 +20,12 @@ from torch.nn import functional
 from retrofit.layers.function_transforms import needed
 from retrofit.layers.kernels.channelwise import Activation
 from retrofit.layers.kernels.layout import is_dense, layout_of
-from retrofit.layers.kernels.plan import PROGRAMS, LaunchPlan, plan_of
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.activations import IDENTITY, phi
 from retrofit.layers.kernels.triton.affine import affine_of_sets, store_affine_sums
 from retrofit.layers.kernels.triton.tables import load_entries, load_rows
 from retrofit.layers.kernels.triton.tiles import kernel, load, over, place_of, store, zeros
+from retrofit.layers.kernels.triton_plan import PROGRAMS, LaunchPlan, plan_of
 
 
 @triton.jit

@@ -14,8 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from retrofit.layers.function_transforms import differentiable_once, needed
 from retrofit.layers.kernels.channelwise import Activation
-from retrofit.layers.kernels.eager import Strength
-from retrofit.layers.kernels.plan import LaunchPlan
+from retrofit.layers.kernels.kernel_options import Strength
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.activations import IDENTITY
 from retrofit.layers.kernels.triton.affine import affine_of_sets
@@ -37,6 +36,7 @@ from retrofit.layers.kernels.triton.sums import (
 )
 from retrofit.layers.kernels.triton.tables import Entries, load_entries, load_rows, store_rows
 from retrofit.layers.kernels.triton.tiles import kernel, load, over, place_of, zeros
+from retrofit.layers.kernels.triton_plan import LaunchPlan
 
 # An inner map behind which gradients are pulled back: its table, the scale behind it, the activation
 _Inner = tuple[Tensor, Tensor, Activation]
@@ -243,16 +243,24 @@ class Migration(NamedTuple):
 
 
 def migrate(
-    x: Tensor, num_groups: int, strength: Strength, *tensors: Tensor | None
+    x: Tensor,
+    num_groups: int,
+    strength: Strength,
+    *,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    gain: Tensor | None,
+    eps: Tensor,
+    source_eps: Tensor,
 ) -> Migration | None:
-    """Reduce (N, C, *) to what `migrated_group_norm` takes of it, None where kernels cannot. The
-    tensors are weight, bias, running mean and variance, and gain, each (C,) or None, and eps and
-    source_eps, 0-dim.
+    """Reduce (N, C, *) to what `migrated_group_norm` takes of it, None where kernels cannot. The two
+    eps are 0-dim, the other tensors (C,).
     """
     plan = channel_plan(x, per_sample=True)
     if plan is None:
         return None
-    weight, bias, mean, var, gain, eps, source_eps = tensors
     parts = launcher.room(x, 2, plan.splits, plan.sets)
     launcher.launch(moments_kernel, plan, parts, x, *plan.numbers)
     table = launcher.room(x, 2, plan.sets)

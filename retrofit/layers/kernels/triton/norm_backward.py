@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrofit.layers.kernels.eager import KernelOptions
+from retrofit.layers.kernels.kernel_options import KernelOptions
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.affine import (
     affine_of_elements,
@@ -23,7 +23,7 @@ from retrofit.layers.kernels.triton.norm_table import (
     PROJECTION,
     RSTD,
     SLOPES,
-    STRENGTH,
+    STEP_FACTOR,
     load_transform,
     over_with_powers,
 )
@@ -51,7 +51,7 @@ REGISTERS = 128
 @triton.jit
 def _add_pulls(tile, operands, sums, TILE):
     """Add up what `eager.pulled_back` takes means of, and the gradients of gamma and beta."""
-    _, _, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise, powers = operands
+    _, _, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise_scale, powers = operands
     to_lmbda, direct, direct_h, of_step, of_step_h, to_weight, to_bias = sums
     grad = load(Grad, tile)
     h = load_standard(X, tile, mean, rstd)
@@ -59,7 +59,7 @@ def _add_pulls(tile, operands, sums, TILE):
     y, slope, by_lmbda, step_slope = pulls(h, g, powers, slopes)
     step_slope = tl.where(tile.mask, step_slope, 0.0)
     if Seed is not None:
-        y += normal(tile.start + tile.offset, Seed) * noise
+        y += normal(tile.start + tile.offset, Seed) * noise_scale
     return (
         to_lmbda + by_lmbda, direct + slope, direct_h + slope * h, of_step + step_slope,
         of_step_h + step_slope * h, to_weight + grad * y, to_bias + grad,
@@ -80,9 +80,9 @@ def _gradient_sums(X, Grad, Weight, Table, AffineSums, Seed, place, partials, TI
     """Return a program's sums of what `eager.pulled_back` takes means of, and store those for gamma
     and beta.
     """
-    mean, rstd, powers, noise = load_transform(Table, place)
+    mean, rstd, powers, noise_scale = load_transform(Table, place)
     slopes, gamma = load_rows(Table, SLOPES, 4, place), affine_of_sets(Weight, place, 1.0, TILE)
-    operands = AffineSums, partials, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise
+    operands = AffineSums, partials, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise_scale
     zero = zeros(TILE)
     sums = zero, zero, zero, zero, zero, zero, zero
     sums = over_with_powers(place, _add_pulls, operands, powers, sums, TILE, _store_behind_runs)
@@ -101,7 +101,7 @@ def _projection(sums, Table, place, eps):
     to_lmbda, direct, direct_h, of_step, of_step_h = sums
     count = place.count.to(tl.float32)
     rstd, by_v = load_row(Table, RSTD, place), load_row(Table, SLOPES + 4, place)
-    pull = load_row(Table, STRENGTH, place) * to_lmbda / count
+    pull = load_row(Table, STEP_FACTOR, place) * to_lmbda / count
     tilt = (direct_h + pull * of_step_h) / count - 2 * pull * by_v * (eps * rstd * rstd)
     return rstd * pull, rstd * (direct + pull * of_step) / count, rstd * tilt
 

@@ -10,15 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrofit.layers.kernels.eager import KernelOptions, Running
-from retrofit.layers.kernels.plan import FIELDS
+from retrofit.layers.kernels.kernel_options import KernelOptions, Running
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.norm_result import result_kernel, store_result
 from retrofit.layers.kernels.triton.norm_table import (
     BOUNDS,
     CENTRE,
     MEAN,
-    NOISE,
+    NOISE_SCALE,
     STEP,
     load_transform,
 )
@@ -34,6 +33,7 @@ from retrofit.layers.kernels.triton.sums import (
 )
 from retrofit.layers.kernels.triton.tables import load_entries, load_row, load_rows, store_rows
 from retrofit.layers.kernels.triton.tiles import kernel, load_standard, over, place_of, zeros
+from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 # Mean and variance
 
@@ -83,15 +83,13 @@ def _step_sums(X, place, mean, rstd, TILE):
 
 
 @triton.jit
-def _store_step(Table, place, sums, var, rstd, low, high, t):
-    """Store the step of each set, from sums over it, its gradient, and the factor t that it has;
-    return the step.
-    """
+def _store_step(Table, place, sums, var, rstd, low, high, step_factor):
+    """Store the step of each set, from sums over it, its gradient, and its factor; return the step."""
     count = place.count.to(tl.float32)
     m1, m2, m3, m45 = sums
     v = var * rstd * rstd
     step = first_step(m1 / count, m2 / count, m3 / count, m45 / count, v, low, high)
-    store_rows(Table, STEP, place, step + (t,))
+    store_rows(Table, STEP, place, step + (step_factor,))
     return step[0]
 
 
@@ -123,7 +121,7 @@ def _count_batch(Batches):
 
 @kernel
 def step_kernel(
-    X, Table, Parts, Code, Mean, Var, Lambda, Batches, Momentum, factor, momentum,
+    X, Table, Parts, Code, Mean, Var, Lambda, Batches, Momentum, step_unit, momentum,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -134,9 +132,11 @@ def step_kernel(
     mean, var, rstd = load_rows(Table, MEAN, 3, place)
     store_parts(Parts, place, _step_sums(X, place, mean, rstd, TILE))
     if is_last_program(Table, place):
-        t = tl.load(Code).to(tl.float32) * factor
+        step_factor = tl.load(Code).to(tl.float32) * step_unit
         low, high = load_rows(Table, BOUNDS, 2, place)
-        step = _store_step(Table, place, sum_parts(Parts, 4, place), var, rstd, low, high, t)
+        step = _store_step(
+            Table, place, sum_parts(Parts, 4, place), var, rstd, low, high, step_factor
+        )
         _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step)
     _count_batch(Batches)
 
@@ -159,11 +159,13 @@ def _add_distances(tile, operands, sums, TILE):
 
 @kernel
 def noise_kernel(
-    X, Table, Parts, Code, factor,
+    X, Table, Parts, Code, noise_unit,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     FIELD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keep the mean of what gets noise in the table, or the mean distance from it, as a factor."""
+    """Keep the mean of what gets noise in the table, or the mean distance from it, times the noise's
+    factor.
+    """
     place = place_of(
         outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
     )
@@ -173,7 +175,7 @@ def noise_kernel(
         scale = 1.0
         sums = over(place, _add_values, (X, mean, rstd, powers), zero, TILE)
     else:
-        scale = tl.load(Code).to(tl.float32) * factor
+        scale = tl.load(Code).to(tl.float32) * noise_unit
         operands = X, mean, rstd, powers, load_row(Table, CENTRE, place)
         sums = over(place, _add_distances, operands, zero, TILE)
     store_parts(Parts, place, totals(sums, TILE))
@@ -185,7 +187,7 @@ def noise_kernel(
 @kernel
 def forward_kernel(
     Out, X, Weight, Bias, Table, Code, Seed, Mean, Var, Lambda, Batches, Momentum,
-    factor, noise_factor, eps, momentum,
+    step_unit, noise_unit, eps, momentum,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -198,26 +200,27 @@ def forward_kernel(
     mean, var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
     store_rows(Table, MEAN, place, (mean, var, rstd))
     sums = _step_sums(X, place, mean, rstd, TILE)
-    step = _store_step(Table, place, sums, var, rstd, low, high, code * factor)
+    step_factor = code * step_unit
+    step = _store_step(Table, place, sums, var, rstd, low, high, step_factor)
     _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step)
     _count_batch(Batches)
-    powers = powers_of(code * factor * step)
-    noise = 0.0
+    powers = powers_of(step_factor * step)
+    noise_scale = 0.0
     if Seed is not None:
         zero = (zeros(TILE),)
         sums = over(place, _add_values, (X, mean, rstd, powers), zero, TILE)
         centre = totals(sums, TILE)[0] / place.count
         sums = over(place, _add_distances, (X, mean, rstd, powers, centre), zero, TILE)
         distances = totals(sums, TILE)[0]
-        noise = distances / place.count * (code * noise_factor)
-        store_rows(Table, NOISE, place, (noise,))
-    store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise, TILE)
+        noise_scale = distances / place.count * (code * noise_unit)
+        store_rows(Table, NOISE_SCALE, place, (noise_scale,))
+    store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise_scale, TILE)
 
 
 def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
-    """Fill `out`, and move the running statistics; return a table of `FIELDS` numbers a set, and a
+    """Fill `out`, and move the running statistics; return a table of `TABLE_ROWS` numbers a set, and a
     number more, by which programs that share sets count themselves.
 
     Tensors lie in memory in the order of the layout, whatever their shapes.
@@ -226,23 +229,24 @@ def forward(
     running, momentum = _running(options.running)
     code, unit = options.strength
     seed, eps, numbers = options.seed, options.eps, plan.numbers
-    factor = unit * options.alpha
-    noise_factor = unit * options.noise
-    size = (FIELDS + 1) * plan.sets
+    # What the code is multiplied by
+    step_unit = unit * options.alpha
+    noise_unit = unit * options.xi
+    size = (TABLE_ROWS + 1) * plan.sets
     if plan.splits == 1:
         table = launcher.room(x, size)
         tensors = out, x, weight, bias, table, code, seed, *running
         launcher.launch(
-            forward_kernel, plan, *tensors, factor, noise_factor, eps, momentum, *numbers
+            forward_kernel, plan, *tensors, step_unit, noise_unit, eps, momentum, *numbers
         )
         return table
     table = torch.zeros(size, dtype=torch.float32, device=x.device)
     shared = x, table, launcher.room(x, 4, plan.splits, plan.sets)
     launcher.launch(statistics_kernel, plan, *shared, eps, *numbers)
-    launcher.launch(step_kernel, plan, *shared, code, *running, factor, momentum, *numbers)
+    launcher.launch(step_kernel, plan, *shared, code, *running, step_unit, momentum, *numbers)
     if seed is not None:
-        launcher.launch(noise_kernel, plan, *shared, code, noise_factor, *numbers, CENTRE)
-        launcher.launch(noise_kernel, plan, *shared, code, noise_factor, *numbers, NOISE)
+        launcher.launch(noise_kernel, plan, *shared, code, noise_unit, *numbers, CENTRE)
+        launcher.launch(noise_kernel, plan, *shared, code, noise_unit, *numbers, NOISE_SCALE)
     launcher.launch(result_kernel, plan, out, x, weight, bias, table, seed, *numbers)
     return table
 

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from retrofit.layers.kernels import eager
-from retrofit.layers.kernels.plan import plan_of
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.affine import affine_of_elements, affine_of_sets
 from retrofit.layers.kernels.triton.arithmetic import normal
@@ -15,14 +14,15 @@ from retrofit.layers.kernels.triton.norm_table import load_transform, over_with_
 from retrofit.layers.kernels.triton.psi import powers_of, psi
 from retrofit.layers.kernels.triton.tables import load_rows
 from retrofit.layers.kernels.triton.tiles import kernel, load_standard, over, place_of, store
+from retrofit.layers.kernels.triton_plan import plan_of
 
 
 @triton.jit
 def _store_result(tile, operands, sums, TILE):
-    Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, noise, powers = operands
+    Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, noise_scale, powers = operands
     y = psi(load_standard(X, tile, mean, rstd), powers).y
     if Seed is not None:
-        y += normal(tile.start + tile.offset, Seed) * noise
+        y += normal(tile.start + tile.offset, Seed) * noise_scale
     gamma = affine_of_elements(Weight, gamma, tile, TILE)
     beta = affine_of_elements(Bias, beta, tile, TILE)
     store(Out, tile, y * gamma + beta)
@@ -30,11 +30,11 @@ def _store_result(tile, operands, sums, TILE):
 
 
 @triton.jit
-def store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise, TILE):
+def store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise_scale, TILE):
     """Store psi, its noise, gamma and beta."""
     gamma = affine_of_sets(Weight, place, 1.0, TILE)
     beta = affine_of_sets(Bias, place, 0.0, TILE)
-    operands = Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, noise
+    operands = Out, X, Weight, Bias, Seed, gamma, beta, mean, rstd, noise_scale
     # A branch has to return something
     over_with_powers(place, _store_result, operands, powers, (place.runs,), TILE)
 
@@ -49,8 +49,8 @@ def result_kernel(
     place = place_of(
         outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
     )
-    mean, rstd, powers, noise = load_transform(Table, place)
-    store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise, TILE)
+    mean, rstd, powers, noise_scale = load_transform(Table, place)
+    store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise_scale, TILE)
 
 
 @kernel

@@ -13,20 +13,22 @@ from retrofit.layers.kernels.triton.tiles import over
 
 # The first four as in `eager.FIELDS`
 MEAN, VAR, RSTD, STEP = map(tl.constexpr, range(4))
-# Derivatives of the step by its moments and by v; the factors of the step and of the noise
-SLOPES, STRENGTH, NOISE = map(tl.constexpr, (4, 9, 10))
-# Of a stage for a later one: the extremes, and the mean of what gets noise
+# Five rows from here: derivatives of the step, by four moments and by v
+SLOPES = tl.constexpr(4)
+# t * alpha, the factor of the step; t * xi * spread, the factor of the noise
+STEP_FACTOR, NOISE_SCALE = map(tl.constexpr, (9, 10))
+# Of a stage for a later one: the two extremes, and the mean of what gets noise
 BOUNDS, CENTRE = map(tl.constexpr, (11, 13))
-# Then, of the backward pass: factors in the gradient of x
+# Three rows in the place of these, of the backward pass: factors in the gradient of x
 PROJECTION = tl.constexpr(11)
 
 
 @triton.jit
 def load_transform(Table, place):
-    """Return mean, 1 / std, the powers, and the factor of the noise."""
+    """Return mean, 1 / std, the powers, and the scale of the noise."""
     mean, _, rstd, step = load_rows(Table, MEAN, 4, place)
-    strength, noise = load_rows(Table, STRENGTH, 2, place)
-    return mean, rstd, powers_of(strength * step), noise
+    step_factor, noise_scale = load_rows(Table, STEP_FACTOR, 2, place)
+    return mean, rstd, powers_of(step_factor * step), noise_scale
 
 
 @triton.jit

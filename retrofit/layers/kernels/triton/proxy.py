@@ -14,8 +14,7 @@ from torch import Tensor
 
 from retrofit.layers.function_transforms import differentiable_once, needed
 from retrofit.layers.kernels.channelwise import Activation, quantiles
-from retrofit.layers.kernels.eager import Strength
-from retrofit.layers.kernels.plan import LaunchPlan
+from retrofit.layers.kernels.kernel_options import Strength
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.activations import phi
 from retrofit.layers.kernels.triton.maps import launch_map, launch_map_backward
@@ -27,6 +26,7 @@ from retrofit.layers.kernels.triton.tables import (
     load_rows,
     store_rows,
 )
+from retrofit.layers.kernels.triton_plan import LaunchPlan
 
 # Channels that a program takes
 _CHANNELS = 4

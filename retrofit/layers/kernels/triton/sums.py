@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from retrofit.layers.kernels.plan import FIELDS
 from retrofit.layers.kernels.triton.tiles import elements_at, load, over, zeros
+from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 # Parts that the last program loads at a time
 _LOADS = tl.constexpr(16)
-_FIELDS = tl.constexpr(FIELDS)
+_TABLE_ROWS = tl.constexpr(TABLE_ROWS)
 
 
 class Shared(NamedTuple):
@@ -112,7 +112,7 @@ def is_last_program(Table, place):
     """
     # All threads' parts are written before one thread counts the program
     tl.debug_barrier()
-    counter = Table + _FIELDS * place.total + tl.program_id(0)
+    counter = Table + _TABLE_ROWS * place.total + tl.program_id(0)
     last = tl.atomic_add(counter, 1.0) == place.splits - 1
     # For the next launch
     tl.store(counter, 0.0, mask=last)

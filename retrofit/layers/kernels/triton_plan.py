@@ -1,4 +1,6 @@
-"""How the Triton kernels share out the sets of a tensor to programs."""
+"""How the Triton kernels share out the sets of a tensor to programs. It stands outside `triton`, for
+it is asked where Triton is not installed, too.
+"""
 
 import math
 from functools import lru_cache
@@ -6,8 +8,8 @@ from typing import NamedTuple
 
 from retrofit.layers.kernels.layout import Geometry, geometry_of
 
-# Numbers of each set, in the table that the forward pass leaves for the backward pass
-FIELDS = 14
+# Numbers of each set, in the table that the forward pass leaves for the backward pass (`norm_table`)
+TABLE_ROWS = 14
 
 # Elements of a tile, at least; of a set that is held as a whole, at most
 TILE = 1024
@@ -102,7 +104,7 @@ def _geometry(
 ) -> Geometry | None:
     """Return the geometry, with neighbouring lanes merged where a tile can do so."""
     geometry = geometry_of(shape, dims, affine, COLUMNS, True)
-    if geometry is not None and geometry.share & (geometry.share - 1):
+    if geometry is not None and geometry.merge & (geometry.merge - 1):
         return geometry_of(shape, dims, affine, COLUMNS)
     return geometry
 
@@ -127,15 +129,15 @@ def _shares(runs: int, rows: int, tiles: int, tasks: int, processors: int) -> tu
 
 def _columns(geometry: Geometry, along: str, processors: int) -> LaunchPlan:
     outer, runs, lane = geometry.outer, geometry.runs, geometry.lane
-    cols = max(min(_power(lane.size), COLUMNS), geometry.share)
+    cols = max(min(_power(lane.size), COLUMNS), geometry.merge)
     rows = min(_power(runs.size), max(1, TILE // cols))
     blocks = math.ceil(lane.size / cols)
     tasks = outer.size * blocks
     share, splits = _shares(runs.size, rows, 1, tasks, processors)
     even = lane.size % cols == 0 and runs.size % rows == 0
-    tile = Tile("columns", rows, cols, geometry.share, along, True, runs.size <= rows, even)
+    tile = Tile("columns", rows, cols, geometry.merge, along, True, runs.size <= rows, even)
     strides = outer.stride, 0, runs.stride, lane.size
-    sets = outer.size * lane.size // geometry.share
+    sets = outer.size * lane.size // geometry.merge
     numbers = blocks, runs.size, share, 0, sets
     left = tasks * runs.size if along == "runs" else outer.size * splits * lane.size
     return _launch(tile, 4, tasks, splits, strides, numbers, left, geometry.affine_size)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from retrofit.layers import kernels
-from retrofit.layers.kernels.eager import KernelOptions, Strength
+from retrofit.layers.kernels.kernel_options import KernelOptions, Strength
 from retrofit.layers.kernels.layout import is_dense, layout_of
-from retrofit.layers.kernels.plan import FIELDS
+from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 
 def takes(x: Tensor) -> bool:
@@ -34,15 +34,20 @@ def batch_normality(
     bias: Tensor | None,
     seed: Tensor | None,
     strength: Strength,
-    numbers: tuple[float, float, float],
+    *,
+    eps: float,
+    alpha: float,
+    xi: float,
 ) -> tuple[Tensor, Tensor]:
-    """Normalize each channel of (N, C, *); `numbers` are eps, alpha and xi.
+    """Normalize each channel of (N, C, *); see `Normalization`.
 
     Returns:
         The result, and mean, variance, 1 / std and lambda's step of each channel, (4, 1, C, 1...).
     """
     code, unit = strength
-    out, table = torch.ops.retrofit.batch_normality(x, weight, bias, code, seed, unit, *numbers)
+    out, table = torch.ops.retrofit.batch_normality(
+        x, weight, bias, code, seed, unit, eps, alpha, xi
+    )
     channels = x.shape[1]
     stats = table.detach()[: 4 * channels]
     return out, stats.view(4, 1, channels, *(1,) * (x.ndim - 2))
@@ -58,11 +63,11 @@ def _options(
     seed: Tensor | None,
     eps: float,
     alpha: float = 1.0,
-    noise: float = 0.0,
+    xi: float = 0.0,
 ) -> KernelOptions:
     channels = torch.Size(n if d == 1 else 1 for d, n in enumerate(x.shape))
     layout = layout_of(x.shape, x.stride(), (0, *range(2, x.ndim)), channels)
-    return KernelOptions(layout, strength, eps, alpha, noise, seed)
+    return KernelOptions(layout, strength, eps, alpha=alpha, xi=xi, seed=seed)
 
 
 # The types as torch.library reads them in its older versions
@@ -76,17 +81,17 @@ def _forward(
     unit: float,
     eps: float,
     alpha: float,
-    noise: float,
+    xi: float,
 ) -> tuple[Tensor, Tensor]:
     x = _dense(x)
     out = torch.empty_like(x)
-    options = _options(x, Strength(code, unit), seed, eps, alpha, noise)
+    options = _options(x, Strength(code, unit), seed, eps, alpha, xi)
     return out, kernels.triton_kernels().forward(out, x, weight, bias, options)
 
 
 @_forward.register_fake
 def _(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty((FIELDS + 1) * x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty((TABLE_ROWS + 1) * x.shape[1], dtype=torch.float32)
 
 
 @torch.library.custom_op("retrofit::batch_normality_backward", mutates_args=())
@@ -101,6 +106,7 @@ def _backward(
     x = _dense(x)
     grad = torch.empty_like(x).copy_(grad) if grad.stride() != x.stride() else grad
     grad_x = torch.empty_like(x)
+    # In the place of a strength, which the backward pass does not read: the table has its factors
     options = _options(x, Strength(table), seed, eps)
     sums = kernels.triton_kernels().backward(grad_x, x, grad, weight, table, options)
     return grad_x, sums.reshape(2, -1)
