@@ -1,6 +1,6 @@
 // Elementwise maps with a scale and a shift a channel, or a sample and channel, the sums that their derivatives need, and
 // the tables of both: proxy-normalized activations and migrated group normalization (proxy_norm.py,
-// migrated_group_norm.py, which state the same operation by operation).
+// group_migration.py, which state the same operation by operation).
 //
 // A tensor is `blocks` of `rows` by `channels` with channels innermost (LAST), or rows of `length` elements, one a sample
 // and channel. Tables have an entry a row modulo `period`, or (LAST) a channel, `step` apart from block to block. Sums

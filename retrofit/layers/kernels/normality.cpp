@@ -10,26 +10,30 @@
 
 namespace {
 
-// Loops from set to set and through a set, and how far a step moves, in elements; see layout.py.
+// Loops from set to set and through a set, and how far a step moves, in elements: field by field `Axis` and `Geometry` of
+// layout.py.
 struct Axis { int64_t size, stride, affine; };
 struct Geometry {
     int64_t columns;
     Axis outer, inner, runs, lane;
-    int64_t affine_size, share;
+    int64_t affine_size, merge;
 };
 
-struct Options { float t, eps, factor; uint32_t seed0, seed1; int noise, threads, stage, half; };
+// Field by field `_COptions` of cpp.py.
+struct Options { float step_factor, eps, noise_factor; uint32_t seed0, seed1; int has_noise, threads, stage, half; };
 
 // Where ranks share the sets, a stage a call, and between them `parts`, a column a set: means over this rank's values
 // going out, over all ranks' coming back (cpp.py).
 enum { ALL = -1 };
+enum { STAGE_VARIANCE, STAGE_MOMENTS, STAGE_CENTRE, STAGE_SPREAD };  // of the forward pass, and a last one that writes
+enum { STAGE_SUMS };  // of the backward pass, likewise
 enum { PART_MEAN, PART_VAR, PART_M1, PART_M2, PART_M3, PART_M45, PART_V, PART_LOW, PART_HIGH, PART_CENTRE, PART_SPREAD };
 
 enum { MEAN, VAR, RSTD, STEP, C1, C2, C3, C45, CV, SPREAD, FIELDS };  // rows of `stats`, a column a set
 
 inline U mix(U key, int shift) { return key ^ (key >> shift); }
 
-// See eager.py.
+// See normal_numbers.py.
 constexpr float NUMERATOR[] = {2.928853064076975e-05f, 0.0009993967832997441f, 0.011874854564666748f,
                                0.08982928842306137f, 0.4523918926715851f, 1.2533142566680908f};
 constexpr float DENOMINATOR[] = {1.0084270343213575e-06f, 0.00016978503845166415f, 0.0022797624114900827f,
@@ -74,10 +78,10 @@ template <bool COLUMNS> struct Set {
         int64_t o = number / g.inner.size, i = number % g.inner.size;
         base = o * g.outer.stride + i * g.inner.stride;
         affine = i * g.inner.affine;
-        int64_t block = W / g.share * g.share, left = g.lane.size - i * block;
+        int64_t block = W / g.merge * g.merge, left = g.lane.size - i * block;
         length = COLUMNS ? (left < block ? left : block) : g.lane.size;
-        index = COLUMNS ? (o * g.lane.size + i * block) / g.share : number;
-        count = double(g.runs.size) * (COLUMNS ? g.share : g.lane.size);
+        index = COLUMNS ? (o * g.lane.size + i * block) / g.merge : number;
+        count = double(g.runs.size) * (COLUMNS ? g.merge : g.lane.size);
     }
 
     static int64_t room(const Geometry& g) { return g.runs.size * (COLUMNS ? W : (g.lane.size + W - 1) / W * W); }
@@ -117,29 +121,29 @@ template <bool COLUMNS> struct Set {
     V field(const float* stats, int row, int64_t sets) const {
         const float* p = stats + row * sets + index;
         if (!COLUMNS) return splat(*p);
-        if (g.share == 1) return load(p, Part{int(length)});
+        if (g.merge == 1) return load(p, Part{int(length)});
         V v{};
-        for (int i = 0; i < lanes(); i++) v[i] = p[i / g.share];
+        for (int i = 0; i < lanes(); i++) v[i] = p[i / g.merge];
         return v;
     }
     void put(float* stats, int row, int64_t sets, V v) const {
         float* p = stats + row * sets + index;
-        if (g.share == 1) return store(p, v, Part{lanes()});
-        for (int i = 0; i < lanes(); i += int(g.share)) p[i / g.share] = v[i];
+        if (g.merge == 1) return store(p, v, Part{lanes()});
+        for (int i = 0; i < lanes(); i += int(g.merge)) p[i / g.merge] = v[i];
     }
 
     // The same in all lanes of a set: what `both` makes of their values.
     template <class L, class F> void meet(L& lane, F both) const {
-        if (!COLUMNS || g.share == 1) return;
-        for (int i = 0; i < lanes(); i += int(g.share)) {
+        if (!COLUMNS || g.merge == 1) return;
+        for (int i = 0; i < lanes(); i += int(g.merge)) {
             auto all = lane[i];
-            for (int k = 1; k < g.share; k++) all = both(all, lane[i + k]);
-            for (int k = 0; k < g.share; k++) lane[i + k] = all;
+            for (int k = 1; k < g.merge; k++) all = both(all, lane[i + k]);
+            for (int k = 0; k < g.merge; k++) lane[i + k] = all;
         }
     }
     template <class... Sums> void finish(Sums&... sums) const {
         (sums.finish(1 / count), ...);
-        if (COLUMNS && g.share > 1) (meet(sums), ...);
+        if (COLUMNS && g.merge > 1) (meet(sums), ...);
     }
     void meet(Sum<COLUMNS>& sum) const {
         double lane[W];
@@ -195,7 +199,7 @@ inline void newton(const Moments& m, float* out) {
 }
 
 template <bool COLUMNS> struct ForwardWork {
-    V about, mean, var, rstd, low = splat(INFINITY), high = splat(-INFINITY), centre, amount{};
+    V about, mean, var, rstd, low = splat(INFINITY), high = splat(-INFINITY), centre, noise_scale{};
     V found[FIELDS]{};
     Sum<COLUMNS> offset, power, m1, m2, m3, m45, v, total, deviation;
     template <class F> void moments(F f) {
@@ -203,18 +207,58 @@ template <bool COLUMNS> struct ForwardWork {
     }
 };
 
-template <class T, bool COLUMNS>
-void forward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* out, const T* x, const float* weight, const float* bias,
-                  float* stats, float* parts, const Options& o, Scratch& scratch) {
+// The forward pass over a panel, in the steps of `eager.normalized`. They are inlined, so that what they share stays in
+// registers; inside a walk, what it changes is local.
+#define STEP_OF_PASS __attribute__((always_inline)) void
+
+template <class T, bool COLUMNS> struct Forward {
     typedef Set<COLUMNS> One;
     typedef ForwardWork<COLUMNS> Work;
-    constexpr bool KEEP = sizeof(T) == 4;  // whether `out` can hold y until the noise's scale is known
+    static constexpr bool KEEP = sizeof(T) == 4;  // whether `out` can hold y until the noise's scale is known
+
+    const Panel<COLUMNS>& panel;
+    const int64_t sets;
+    T* const out;
+    const T* const x;
+    const float *const weight, *const bias;
+    float *const stats, *const parts;
+    const Options& o;
+    Scratch& scratch;
+    // The logarithms are kept for the transform: where a set is small aside, where it is large in `out`.
+    const bool logs = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM;
+    const bool logs_out = o.stage == ALL && KEEP && !COLUMNS && !logs;
+    float* place = scratch.first;
     Work work[Panel<COLUMNS>::MOST];
-    auto each = [&](auto f) { panel.each(work, f); };
-    auto sweep = [&](auto f) { panel.sweep(work, f); };
-    auto now = [&](int stage) { return o.stage == ALL || o.stage == stage; };
-    if (now(0)) {
-        // About one of the set's own values, or, where that is far out or not finite, about 0 and then about the mean.
+
+    STEP_OF_PASS run() {
+        if (now(STAGE_VARIANCE)) standardize();
+        else load_standardization();
+        if (o.stage == STAGE_VARIANCE) return;
+        if (now(STAGE_MOMENTS)) add_moments();
+        finish_moments();
+        if (o.stage == STAGE_MOMENTS) return;
+        if (o.has_noise) {
+            if (now(STAGE_CENTRE)) add_values();
+            finish_centre();
+            if (o.stage == STAGE_CENTRE) return;
+            if (now(STAGE_SPREAD)) add_distances();
+            finish_spread();
+            if (o.stage == STAGE_SPREAD) return;
+        }
+        write_result();
+        each([&](const One& s, Work& w) {
+            for (int f = 0; f < FIELDS; f++) s.put(stats, f, sets, w.found[f]);
+        });
+    }
+
+    template <class F> STEP_OF_PASS each(F f) { panel.each(work, f); }
+    template <class F> STEP_OF_PASS sweep(F f) { panel.sweep(work, f); }
+    bool now(int stage) const { return o.stage == ALL || o.stage == stage; }
+    void rewind() { place = scratch.first; }
+
+    // Mean and variance, about one of the set's own values, or, where that is far out or not finite, about 0 and then about
+    // the mean.
+    STEP_OF_PASS standardize() {
         each([&](const One& s, Work& w) {
             V own = load(x + s.base, Part{s.lanes()});
             s.meet(own, [](float a, float) { return a; });
@@ -222,76 +266,89 @@ void forward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* out, const T* x,
         });
         bool near = false;
         for (int pass = 0; !near && pass < 3; pass++) {
-            sweep([&](const One& s, Work& w) {
-                V about = w.about;
-                Sum<COLUMNS> offset = w.offset, power = w.power;
-                s.walk([&](int64_t i, int64_t, auto k) {
-                    s.ahead(x + i);
-                    V c = keep(load(x + i, k) - about, k);
-                    offset.add(c), power.add(c * c);
-                }, [&] { flush(offset, power); });
-                w.offset = offset, w.power = power;
-            });
+            add_offsets();
             near = true;
             each([&](const One& s, Work& w) {
-                bool enough = true;
-                s.finish(w.offset, w.power);
-                for (int i = 0; i < (COLUMNS ? W : 1); i++) {
-                    double shift = w.offset[i], all = w.power[i] - shift * shift;
-                    enough = enough && shift * shift <= 16 * all;
-                    w.mean[i] = std::isinf(w.about[i]) ? w.about[i] : float(w.about[i] + shift);
-                    all = all < 0 ? 0 : all;
-                    w.var[i] = float(all);
-                    w.rstd[i] = float(1 / std::sqrt(all + o.eps));
-                }
-                if (!COLUMNS) w.mean = splat(w.mean[0]), w.var = splat(w.var[0]), w.rstd = splat(w.rstd[0]);
+                bool enough = finish_variance(s, w);
                 if (!enough) w.about = pass ? w.mean : V{}, near = false;
                 w.offset = w.power = {};
             });
         }
-        if (o.stage == 0)
-            return each([&](const One& s, Work& w) {
+        if (o.stage == STAGE_VARIANCE)
+            each([&](const One& s, Work& w) {
                 s.put(parts, PART_MEAN, sets, w.mean), s.put(parts, PART_VAR, sets, w.var);
             });
-    } else {
+    }
+    STEP_OF_PASS add_offsets() {
+        sweep([&](const One& s, Work& w) {
+            V about = w.about;
+            Sum<COLUMNS> offset = w.offset, power = w.power;
+            s.walk([&](int64_t i, int64_t, auto k) {
+                s.ahead(x + i);
+                V c = keep(load(x + i, k) - about, k);
+                offset.add(c), power.add(c * c);
+            }, [&] { flush(offset, power); });
+            w.offset = offset, w.power = power;
+        });
+    }
+    // Whether that was near enough to the mean.
+    __attribute__((always_inline)) bool finish_variance(const One& s, Work& w) {
+        bool enough = true;
+        s.finish(w.offset, w.power);
+        for (int i = 0; i < (COLUMNS ? W : 1); i++) {
+            double shift = w.offset[i], all = w.power[i] - shift * shift;
+            enough = enough && shift * shift <= 16 * all;
+            w.mean[i] = std::isinf(w.about[i]) ? w.about[i] : float(w.about[i] + shift);
+            all = all < 0 ? 0 : all;
+            w.var[i] = float(all);
+            w.rstd[i] = float(1 / std::sqrt(all + o.eps));
+        }
+        if (!COLUMNS) w.mean = splat(w.mean[0]), w.var = splat(w.var[0]), w.rstd = splat(w.rstd[0]);
+        return enough;
+    }
+    STEP_OF_PASS load_standardization() {
         each([&](const One& s, Work& w) {
             w.mean = s.field(parts, PART_MEAN, sets), w.var = s.field(parts, PART_VAR, sets);
             for (int i = 0; i < W; i++) w.rstd[i] = float(1 / std::sqrt(double(w.var[i]) + o.eps));
         });
     }
 
-    // The logarithms are kept for the transform: where a set is small aside, where it is large in `out`.
-    bool logs = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM, logs_out = o.stage == ALL && KEEP && !COLUMNS && !logs;
-    float* place = scratch.first;
-    if (now(1)) sweep([&](const One& s, Work& w) {
-        V mean = w.mean, rstd = w.rstd, low = w.low, high = w.high;
-        Sum<COLUMNS> m1 = w.m1, m2 = w.m2, m3 = w.m3, m45 = w.m45, v = w.v;
-        s.walk([&](int64_t i, int64_t, auto k) {
-            s.ahead(x + i);
-            V h = keep((load(x + i, k) - mean) * rstd, k), a = absolute(h), log = log1p(a);
-            if (logs) store(place, log, Full{}), place += W;
-            else if constexpr (KEEP && !COLUMNS) { if (logs_out) store(out + i, log, k); }
-            V grown = log + a * log, d = grown - a, e = grown * log - 2 * d;
-            m1.add(signed_as(h, log)), m2.add(h * d), m3.add(d), m45.add(a * e + d * d), v.add(h * h);
-            low = h < low ? h : low;  // a lane that holds no element holds 0, which the mean of the set is
-            high = h > high ? h : high;
-        }, [&] { flush(m1, m2, m3, m45, v); });
-        w.m1 = m1, w.m2 = m2, w.m3 = m3, w.m45 = m45, w.v = v, w.low = low, w.high = high;
-    });
-    each([&](const One& s, Work& w) {
-        s.finish(w.m1, w.m2, w.m3, w.m45, w.v);
-        auto least = [](float a, float b) { return a < b ? a : b; };
-        auto most = [](float a, float b) { return a > b ? a : b; };
-        if (!COLUMNS) w.low[0] = folded(w.low, least), w.high[0] = folded(w.high, most);
-        s.meet(w.low, least), s.meet(w.high, most);
-        if (o.stage == 1) {
-            w.moments([&](int row, auto& sum) { s.put(parts, row, sets, sum.value()); });
-            return s.put(parts, PART_LOW, sets, w.low), s.put(parts, PART_HIGH, sets, w.high);
-        }
-        if (o.stage > 1) {
-            w.moments([&](int row, auto& sum) { sum = Sum<COLUMNS>(s.field(parts, row, sets)); });
-            w.low = s.field(parts, PART_LOW, sets), w.high = s.field(parts, PART_HIGH, sets);
-        }
+    STEP_OF_PASS add_moments() {
+        sweep([&](const One& s, Work& w) {
+            V mean = w.mean, rstd = w.rstd, low = w.low, high = w.high;
+            Sum<COLUMNS> m1 = w.m1, m2 = w.m2, m3 = w.m3, m45 = w.m45, v = w.v;
+            s.walk([&](int64_t i, int64_t, auto k) {
+                s.ahead(x + i);
+                V h = keep((load(x + i, k) - mean) * rstd, k), a = absolute(h), log = log1p(a);
+                if (logs) store(place, log, Full{}), place += W;
+                else if constexpr (KEEP && !COLUMNS) { if (logs_out) store(out + i, log, k); }
+                V grown = log + a * log, d = grown - a, e = grown * log - 2 * d;
+                m1.add(signed_as(h, log)), m2.add(h * d), m3.add(d), m45.add(a * e + d * d), v.add(h * h);
+                low = h < low ? h : low;  // a lane that holds no element holds 0, which the mean of the set is
+                high = h > high ? h : high;
+            }, [&] { flush(m1, m2, m3, m45, v); });
+            w.m1 = m1, w.m2 = m2, w.m3 = m3, w.m45 = m45, w.v = v, w.low = low, w.high = high;
+        });
+    }
+    STEP_OF_PASS finish_moments() {
+        each([&](const One& s, Work& w) {
+            s.finish(w.m1, w.m2, w.m3, w.m45, w.v);
+            auto least = [](float a, float b) { return a < b ? a : b; };
+            auto most = [](float a, float b) { return a > b ? a : b; };
+            if (!COLUMNS) w.low[0] = folded(w.low, least), w.high[0] = folded(w.high, most);
+            s.meet(w.low, least), s.meet(w.high, most);
+            if (o.stage == STAGE_MOMENTS) {
+                w.moments([&](int row, auto& sum) { s.put(parts, row, sets, sum.value()); });
+                return s.put(parts, PART_LOW, sets, w.low), s.put(parts, PART_HIGH, sets, w.high);
+            }
+            if (o.stage > STAGE_MOMENTS) {
+                w.moments([&](int row, auto& sum) { sum = Sum<COLUMNS>(s.field(parts, row, sets)); });
+                w.low = s.field(parts, PART_LOW, sets), w.high = s.field(parts, PART_HIGH, sets);
+            }
+            find_step(w);
+        });
+    }
+    STEP_OF_PASS find_step(Work& w) {
         w.found[MEAN] = w.mean, w.found[VAR] = w.var, w.found[RSTD] = w.rstd;
         for (int i = 0; i < (COLUMNS ? W : 1); i++) {
             float row[FIELDS];
@@ -299,27 +356,29 @@ void forward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* out, const T* x,
             for (int f = STEP; f < SPREAD; f++) w.found[f][i] = row[f];
         }
         if (!COLUMNS) w.found[STEP] = splat(w.found[STEP][0]);
-    });
-    if (o.stage == 1) return;
+    }
 
-    auto transform = [&](const One& s, V mean, V rstd, const Transform& psi, int64_t i, auto k) {
+    template <class K>
+    __attribute__((always_inline)) V transform(const One& s, V mean, V rstd, const Transform& psi, int64_t i, K k) {
         s.ahead(x + i);
         V h = (load(x + i, k) - mean) * rstd, log;
         if (logs) log = load(place, Full{}), place += W;
         else if (logs_out) log = load(out + i, k);
         else log = log1p(absolute(h));
         return psi(h, expm1(psi.exponent(h, log)));
-    };
-    auto y_at = [&](const One& s, V mean, V rstd, const Transform& psi, int64_t i, auto k) {
+    }
+    // What `add_values` may have left.
+    template <class K>
+    __attribute__((always_inline)) V y_at(const One& s, V mean, V rstd, const Transform& psi, int64_t i, K k) {
         if constexpr (KEEP) return s.ahead(out + i), load(out + i, k);
         else return transform(s, mean, rstd, psi, i, k);
-    };
-    auto rewind = [&] { place = scratch.first; };
-    if (o.noise) {
+    }
+
+    STEP_OF_PASS add_values() {
         rewind();
-        if (now(2)) sweep([&](const One& s, Work& w) {
+        sweep([&](const One& s, Work& w) {
             V mean = w.mean, rstd = w.rstd;
-            Transform psi(o.t * w.found[STEP]);
+            Transform psi(o.step_factor * w.found[STEP]);
             Sum<COLUMNS> total = w.total;
             s.walk([&](int64_t i, int64_t, auto k) {
                 V y = transform(s, mean, rstd, psi, i, k);
@@ -328,57 +387,61 @@ void forward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* out, const T* x,
             }, [&] { total.flush(); });
             w.total = total;
         });
+    }
+    STEP_OF_PASS finish_centre() {
         each([&](const One& s, Work& w) {
             s.finish(w.total);
-            if (o.stage == 2) s.put(parts, PART_CENTRE, sets, w.total.value());
-            else w.centre = o.stage > 2 ? s.field(parts, PART_CENTRE, sets) : w.total.value();
+            if (o.stage == STAGE_CENTRE) s.put(parts, PART_CENTRE, sets, w.total.value());
+            else w.centre = o.stage > STAGE_CENTRE ? s.field(parts, PART_CENTRE, sets) : w.total.value();
         });
-        if (o.stage == 2) return;
+    }
+    STEP_OF_PASS add_distances() {
         rewind();
-        if (now(3)) sweep([&](const One& s, Work& w) {
+        sweep([&](const One& s, Work& w) {
             V mean = w.mean, rstd = w.rstd, centre = w.centre;
-            Transform psi(o.t * w.found[STEP]);
+            Transform psi(o.step_factor * w.found[STEP]);
             Sum<COLUMNS> deviation = w.deviation;
             s.walk([&](int64_t i, int64_t, auto k) {
                 deviation.add(keep(absolute(y_at(s, mean, rstd, psi, i, k) - centre), k));
             }, [&] { deviation.flush(); });
             w.deviation = deviation;
         });
+    }
+    STEP_OF_PASS finish_spread() {
         each([&](const One& s, Work& w) {
             s.finish(w.deviation);
-            if (o.stage == 3) return s.put(parts, PART_SPREAD, sets, w.deviation.value());
-            w.found[SPREAD] = o.stage > 3 ? s.field(parts, PART_SPREAD, sets) : w.deviation.value();
-            w.amount = o.factor * w.found[SPREAD];
+            if (o.stage == STAGE_SPREAD) return s.put(parts, PART_SPREAD, sets, w.deviation.value());
+            w.found[SPREAD] = o.stage > STAGE_SPREAD ? s.field(parts, PART_SPREAD, sets) : w.deviation.value();
+            w.noise_scale = o.noise_factor * w.found[SPREAD];
         });
-        if (o.stage == 3) return;
     }
-    rewind();
-    sweep([&](const One& s, const Work& w) {
-        V mean = w.mean, rstd = w.rstd, amount = w.amount;
-        Transform psi(o.t * w.found[STEP]);
-        bool by_lane = s.by_lane();
-        V gamma, beta;
-        auto begin = [&](int64_t at) {
-            if (!by_lane) gamma = s.parameter(weight, at, 1), beta = s.parameter(bias, at, 0);
-        };
-        auto put = [&](int64_t i, int64_t at, auto k, V y) {
-            V scaled = by_lane && weight ? y * load(weight + at, k) : by_lane ? y : y * gamma;
-            s.ahead(out + i);
-            store(out + i, by_lane && bias ? scaled + load(bias + at, k) : by_lane ? scaled : scaled + beta, k);
-        };
-        auto nothing = [](int64_t) {};
-        if (o.noise)
-            s.walk(begin, [&](int64_t i, int64_t at, auto k) {
-                put(i, at, k, y_at(s, mean, rstd, psi, i, k) + normal(i, o) * amount);
-            }, nothing, [] {});
-        else
-            s.walk(begin, [&](int64_t i, int64_t at, auto k) { put(i, at, k, transform(s, mean, rstd, psi, i, k)); },
-                   nothing, [] {});
-    });
-    each([&](const One& s, Work& w) {
-        for (int f = 0; f < FIELDS; f++) s.put(stats, f, sets, w.found[f]);
-    });
-}
+
+    STEP_OF_PASS write_result() {
+        rewind();
+        sweep([&](const One& s, const Work& w) {
+            V mean = w.mean, rstd = w.rstd, noise_scale = w.noise_scale;
+            Transform psi(o.step_factor * w.found[STEP]);
+            bool by_lane = s.by_lane();
+            V gamma, beta;
+            auto begin = [&](int64_t at) {
+                if (!by_lane) gamma = s.parameter(weight, at, 1), beta = s.parameter(bias, at, 0);
+            };
+            auto put = [&](int64_t i, int64_t at, auto k, V y) {
+                V scaled = by_lane && weight ? y * load(weight + at, k) : by_lane ? y : y * gamma;
+                s.ahead(out + i);
+                store(out + i, by_lane && bias ? scaled + load(bias + at, k) : by_lane ? scaled : scaled + beta, k);
+            };
+            auto nothing = [](int64_t) {};
+            if (o.has_noise)
+                s.walk(begin, [&](int64_t i, int64_t at, auto k) {
+                    put(i, at, k, y_at(s, mean, rstd, psi, i, k) + normal(i, o) * noise_scale);
+                }, nothing, [] {});
+            else
+                s.walk(begin, [&](int64_t i, int64_t at, auto k) { put(i, at, k, transform(s, mean, rstd, psi, i, k)); },
+                       nothing, [] {});
+        });
+    }
+};
 
 constexpr float SERIES[] = {1 / 5760.f, 1 / 840.f, 1 / 144.f, 1 / 30.f, 1 / 8.f, 1 / 3.f, 1 / 2.f};
 
@@ -390,14 +453,14 @@ template <bool COLUMNS> struct BackwardWork {
 
 // What the forward kept of a set.
 template <bool COLUMNS> struct Kept {
-    V mean, rstd, c1, c2, c3, c45, cv, amount;
+    V mean, rstd, c1, c2, c3, c45, cv, noise_scale;
     Transform psi;
 
     Kept(const Set<COLUMNS>& s, const float* stats, int64_t sets, const Options& o)
         : mean(s.field(stats, MEAN, sets)), rstd(s.field(stats, RSTD, sets)), c1(s.field(stats, C1, sets)),
           c2(s.field(stats, C2, sets)), c3(s.field(stats, C3, sets)), c45(s.field(stats, C45, sets)),
-          cv(2 * s.field(stats, CV, sets)), amount(o.noise ? o.factor * s.field(stats, SPREAD, sets) : V{}),
-          psi(o.t * s.field(stats, STEP, sets)) {}
+          cv(2 * s.field(stats, CV, sets)), noise_scale(o.has_noise ? o.noise_factor * s.field(stats, SPREAD, sets) : V{}),
+          psi(o.step_factor * s.field(stats, STEP, sets)) {}
 
     V shift_of(V h, V a, V log, V inverse) const {  // count * d step / d h
         V both = a * log, grown = log + both, d = grown - a;
@@ -406,84 +469,116 @@ template <bool COLUMNS> struct Kept {
     }
 };
 
-template <class T, bool COLUMNS>
-void backward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* grad_x, float* grad_weight, float* grad_bias, const T* x,
-                   const T* grad, const float* weight, const float* stats, float* parts, const Options& o,
-                   Scratch& scratch) {
+// The backward pass over a panel, in the steps of `eager.pulled_back`.
+template <class T, bool COLUMNS> struct Backward {
     typedef Set<COLUMNS> One;
     typedef BackwardWork<COLUMNS> Work;
-    constexpr bool KEEP = sizeof(T) == 4;  // whether `grad_x` can hold the direct part until the projections are known
-    Work work[Panel<COLUMNS>::MOST];
-    V gamma = splat(1);
-    auto begin_of = [&](const One& s) {
-        return [&](int64_t at) { if (!s.by_lane()) gamma = s.parameter(weight, at, 1); };
-    };
-    auto gain = [&](const One& s, int64_t at, auto k) { return s.by_lane() && weight ? load(weight + at, k) : gamma; };
-    bool pulls = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM;
+    static constexpr bool KEEP = sizeof(T) == 4;  // whether `grad_x` can hold the direct part until the projections are known
+
+    const Panel<COLUMNS>& panel;
+    const int64_t sets;
+    T* const grad_x;
+    float *const grad_weight, *const grad_bias;
+    const T *const x, *const grad;
+    const float *const weight, *const stats;
+    float* const parts;
+    const Options& o;
+    Scratch& scratch;
+    // Whether a set is so small that its pulls are kept aside.
+    const bool pulls = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM;
     float *shifts = scratch.first, *directs = scratch.second;
-    if (o.stage <= 0) panel.sweep(work, [&](const One& s, Work& sum) {
-        const Kept<COLUMNS> kept(s, stats, sets, o);
-        Sum<COLUMNS> to_lmbda = sum.to_lmbda, d0 = sum.d0, dh = sum.dh, s0 = sum.s0, sh = sum.sh, w = sum.w, b = sum.b;
-        bool by_lane = s.by_lane(), runwise = !by_lane && s.g.runs.affine;
-        s.walk(begin_of(s), [&](int64_t i, int64_t at, auto k) {
-            s.ahead(x + i), s.ahead(grad + i);
-            V h = keep((load(x + i, k) - kept.mean) * kept.rstd, k), grad_y = load(grad + i, k);
-            V a = absolute(h), log = log1p(a), u = kept.psi.exponent(h, log), growth = expm1(u), inverse = reciprocal(1 + a);
-            V g = grad_y * gain(s, at, k), direct = g * ((growth + 1) * inverse);
-            V shift = keep(kept.shift_of(h, a, log, inverse), k);
-            V near = polynomial(u, SERIES), far = ((growth + 1) * u - growth) * reciprocal(u * u);
-            to_lmbda.add(g * (log * log * (absolute(u) < 0.3f ? near : far)));
-            d0.add(direct), dh.add(direct * h), s0.add(shift), sh.add(shift * h);
-            if (pulls) {
-                store(shifts, shift, Full{}), store(directs, direct, Full{});
-                shifts += W, directs += W;
-            } else if constexpr (KEEP) {
-                s.ahead(grad_x + i), store(grad_x + i, direct, k);
-            }
-            V y = kept.psi(h, growth);
-            if (o.noise) y += normal(i, o) * kept.amount;
-            if (by_lane) {
-                store(grad_weight + at, load(grad_weight + at, k) + grad_y * y, k);
-                store(grad_bias + at, load(grad_bias + at, k) + grad_y, k);
-            } else {
-                w.add(grad_y * y), b.add(grad_y);
-            }
-        }, [&](int64_t at) {
-            if (!runwise) return;
-            flush(w, b);
-            grad_weight[at] += float(total_of(w.low + w.high)), grad_bias[at] += float(total_of(b.low + b.high));
-            w = b = {};
-        }, [&] {
-            flush(to_lmbda, d0, dh, s0, sh, w, b);
+    V gamma = splat(1);
+    Work work[Panel<COLUMNS>::MOST];
+
+    STEP_OF_PASS run() {
+        if (o.stage == ALL || o.stage == STAGE_SUMS) add_pulls();
+        finish_sums();
+        if (o.stage == STAGE_SUMS) return;
+        shifts = scratch.first, directs = scratch.second;
+        panel.sweep(work, [&](const One& s, const Work& sum) {
+            const Kept<COLUMNS> kept(s, stats, sets, o);
+            if (pulls) write_kept_pulls(s, kept, sum);
+            else write_pulls(s, kept, sum);
         });
-        sum.to_lmbda = to_lmbda, sum.d0 = d0, sum.dh = dh, sum.s0 = s0, sum.sh = sh, sum.w = w, sum.b = b;
-    });
-    panel.each(work, [&](const One& s, Work& sum) {
-        if (!s.by_lane() && !s.g.runs.affine && o.stage <= 0) {
-            finish(1, sum.w, sum.b);
-            for (int i = 0; i < s.lanes(); i++) {
-                int64_t at = s.affine + i * s.g.lane.affine;
-                grad_weight[at] += float(sum.w[i]), grad_bias[at] += float(sum.b[i]);
-            }
+    }
+
+    STEP_OF_PASS begin(const One& s, int64_t at) {
+        if (!s.by_lane()) gamma = s.parameter(weight, at, 1);
+    }
+    template <class K> __attribute__((always_inline)) V gain(const One& s, int64_t at, K k) const {
+        return s.by_lane() && weight ? load(weight + at, k) : gamma;
+    }
+
+    // Sums of what the projections take means of, and of the gradients of gamma and beta.
+    STEP_OF_PASS add_pulls() {
+        panel.sweep(work, [&](const One& s, Work& sum) {
+            const Kept<COLUMNS> kept(s, stats, sets, o);
+            Sum<COLUMNS> to_lmbda = sum.to_lmbda, d0 = sum.d0, dh = sum.dh, s0 = sum.s0, sh = sum.sh, w = sum.w, b = sum.b;
+            bool by_lane = s.by_lane(), runwise = !by_lane && s.g.runs.affine;
+            s.walk([&](int64_t at) { begin(s, at); }, [&](int64_t i, int64_t at, auto k) {
+                s.ahead(x + i), s.ahead(grad + i);
+                V h = keep((load(x + i, k) - kept.mean) * kept.rstd, k), grad_y = load(grad + i, k);
+                V a = absolute(h), log = log1p(a), u = kept.psi.exponent(h, log), growth = expm1(u), inverse = reciprocal(1 + a);
+                V g = grad_y * gain(s, at, k), direct = g * ((growth + 1) * inverse);
+                V shift = keep(kept.shift_of(h, a, log, inverse), k);
+                V near = polynomial(u, SERIES), far = ((growth + 1) * u - growth) * reciprocal(u * u);
+                to_lmbda.add(g * (log * log * (absolute(u) < 0.3f ? near : far)));
+                d0.add(direct), dh.add(direct * h), s0.add(shift), sh.add(shift * h);
+                if (pulls) {
+                    store(shifts, shift, Full{}), store(directs, direct, Full{});
+                    shifts += W, directs += W;
+                } else if constexpr (KEEP) {
+                    s.ahead(grad_x + i), store(grad_x + i, direct, k);
+                }
+                V y = kept.psi(h, growth);
+                if (o.has_noise) y += normal(i, o) * kept.noise_scale;
+                if (by_lane) {
+                    store(grad_weight + at, load(grad_weight + at, k) + grad_y * y, k);
+                    store(grad_bias + at, load(grad_bias + at, k) + grad_y, k);
+                } else {
+                    w.add(grad_y * y), b.add(grad_y);
+                }
+            }, [&](int64_t at) {
+                if (!runwise) return;
+                flush(w, b);
+                grad_weight[at] += float(total_of(w.low + w.high)), grad_bias[at] += float(total_of(b.low + b.high));
+                w = b = {};
+            }, [&] {
+                flush(to_lmbda, d0, dh, s0, sh, w, b);
+            });
+            sum.to_lmbda = to_lmbda, sum.d0 = d0, sum.dh = dh, sum.s0 = s0, sum.sh = sh, sum.w = w, sum.b = b;
+        });
+    }
+    STEP_OF_PASS finish_sums() {
+        panel.each(work, [&](const One& s, Work& sum) {
+            if (!s.by_lane() && !s.g.runs.affine && o.stage <= STAGE_SUMS) add_to_affine(s, sum);
+            s.finish(sum.to_lmbda, sum.d0, sum.dh, sum.s0, sum.sh);
+            if (o.stage == STAGE_SUMS) return sum.means([&](int row, auto& mean) { s.put(parts, row, sets, mean.value()); });
+            if (o.stage > STAGE_SUMS) sum.means([&](int row, auto& mean) { mean = Sum<COLUMNS>(s.field(parts, row, sets)); });
+            sum.pull = o.step_factor * sum.to_lmbda.value();
+            sum.centre = sum.d0.value() + sum.pull * sum.s0.value(), sum.slope = sum.dh.value() + sum.pull * sum.sh.value();
+        });
+    }
+    STEP_OF_PASS add_to_affine(const One& s, Work& sum) {
+        finish(1, sum.w, sum.b);
+        for (int i = 0; i < s.lanes(); i++) {
+            int64_t at = s.affine + i * s.g.lane.affine;
+            grad_weight[at] += float(sum.w[i]), grad_bias[at] += float(sum.b[i]);
         }
-        s.finish(sum.to_lmbda, sum.d0, sum.dh, sum.s0, sum.sh);
-        if (o.stage == 0) return sum.means([&](int row, auto& mean) { s.put(parts, row, sets, mean.value()); });
-        if (o.stage == 1) sum.means([&](int row, auto& mean) { mean = Sum<COLUMNS>(s.field(parts, row, sets)); });
-        sum.pull = o.t * sum.to_lmbda.value();
-        sum.centre = sum.d0.value() + sum.pull * sum.s0.value(), sum.slope = sum.dh.value() + sum.pull * sum.sh.value();
-    });
-    if (o.stage == 0) return;
-    shifts = scratch.first, directs = scratch.second;
-    panel.sweep(work, [&](const One& s, const Work& sum) {
-        const Kept<COLUMNS> kept(s, stats, sets, o);
+    }
+
+    STEP_OF_PASS write_kept_pulls(const One& s, const Kept<COLUMNS>& kept, const Work& sum) {
         V pull = sum.pull, centre = sum.centre, slope = sum.slope;
-        if (pulls) return s.walk([&](int64_t i, int64_t, auto k) {
+        s.walk([&](int64_t i, int64_t, auto k) {
             s.ahead(x + i);
             V h = (load(x + i, k) - kept.mean) * kept.rstd, shift = load(shifts, Full{}), direct = load(directs, Full{});
             shifts += W, directs += W;
             store(grad_x + i, kept.rstd * (direct + pull * shift - centre - h * slope), k);
         }, [] {});
-        s.walk(begin_of(s), [&](int64_t i, int64_t at, auto k) {
+    }
+    STEP_OF_PASS write_pulls(const One& s, const Kept<COLUMNS>& kept, const Work& sum) {
+        V pull = sum.pull, centre = sum.centre, slope = sum.slope;
+        s.walk([&](int64_t at) { begin(s, at); }, [&](int64_t i, int64_t at, auto k) {
             s.ahead(x + i);
             if (KEEP) s.ahead(grad_x + i);
             V h = (load(x + i, k) - kept.mean) * kept.rstd, a = absolute(h), log = log1p(a), inverse = reciprocal(1 + a), direct;
@@ -492,8 +587,8 @@ void backward_sets(const Panel<COLUMNS>& panel, int64_t sets, T* grad_x, float* 
             V shift = kept.shift_of(h, a, log, inverse);
             store(grad_x + i, kept.rstd * (direct + pull * shift - centre - h * slope), k);
         }, [](int64_t) {}, [] {});
-    });
-}
+    }
+};
 
 template <class T, bool COLUMNS>
 void apply_set(const Set<COLUMNS>& s, int64_t sets, T* out, const T* x, const float* constants) {
@@ -525,7 +620,7 @@ template <class F> void dispatch(int half, int columns, F f) {
     else columns ? f(0.0f, std::true_type{}) : f(0.0f, std::false_type{});
 }
 
-inline int64_t sets_of(const Geometry& g, bool columns) { return g.outer.size * (columns ? g.lane.size / g.share : g.inner.size); }
+inline int64_t sets_of(const Geometry& g, bool columns) { return g.outer.size * (columns ? g.lane.size / g.merge : g.inner.size); }
 
 }  // namespace
 
@@ -538,7 +633,8 @@ void forward(const Geometry* g, const Options* o, void* out, const void* x, cons
     dispatch(o->half, g->columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_panel<column.value>(*g, o->threads, [&](auto panel, int, Scratch& scratch) {
-            forward_sets<T>(panel, sets_of(*g, column.value), (T*)out, (const T*)x, weight, bias, stats, parts, *o, scratch);
+            int64_t sets = sets_of(*g, column.value);
+            Forward<T, column.value>{panel, sets, (T*)out, (const T*)x, weight, bias, stats, parts, *o, scratch}.run();
         });
     });
 }
@@ -550,8 +646,9 @@ void backward(const Geometry* g, const Options* o, void* grad_x, float* shares, 
         typedef decltype(type) T;
         each_panel<column.value>(*g, o->threads, [&](auto panel, int thread, Scratch& scratch) {
             float* share = shares + thread * 2 * g->affine_size;
-            backward_sets<T>(panel, sets_of(*g, column.value), (T*)grad_x, share, share + g->affine_size, (const T*)x,
-                             (const T*)grad, weight, stats, parts, *o, scratch);
+            int64_t sets = sets_of(*g, column.value);
+            Backward<T, column.value>{panel, sets, (T*)grad_x, share, share + g->affine_size, (const T*)x, (const T*)grad,
+                                      weight, stats, parts, *o, scratch}.run();
         });
     });
 }
