@@ -40,26 +40,27 @@ ARMS = {
     "the last layer alone": {TRAINED: "trained = [model.fc]"},
     # Opacus's fixer, without retrofit's; `norms` are the GroupNorms that it makes.
     "norms and last layer, Opacus's own GroupNorm": {
-        FIX: "model = public.train()\n"
+        # A ResNet adds in place, which Opacus's hooks refuse behind its GroupNorms.
+        FIX: "model = torch.fx.symbolic_trace(public).train()\n"
+        "for node in model.graph.nodes:\n"
+        "    if node.target is operator.iadd:\n"
+        "        node.target = operator.add\n"
+        "model.recompile()\n"
         "for name, layer in list(model.named_modules()):\n"
         "    if isinstance(layer, torch.nn.BatchNorm2d):\n"
         "        model.set_submodule(name, opacus_fix(layer))",
-        "import timm\n": "import timm\nfrom opacus.validators.batch_norm import fix as opacus_fix\n",
+        "import timm\n": "import operator\nimport timm\nfrom opacus.validators.batch_norm import fix as opacus_fix\n",
     },
 }
 STEP = """
-import operator, sys, timm, torch, retrofit.opacus, resource, time
+import sys, timm, torch, retrofit.opacus, resource, time
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators import ModuleValidator
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_num_threads(1)
-source = torch.fx.symbolic_trace(timm.create_model("resnet18", num_classes=10))
-for node in source.graph.nodes:
-    if node.target is operator.iadd:
-        node.target = operator.add
-source.recompile()
+source = timm.create_model("resnet18", num_classes=10)
 names = [name for name, layer in source.named_modules() if isinstance(layer, torch.nn.BatchNorm2d)]
 model = ModuleValidator.fix(source, to="frozen").train()
 if sys.argv[2] == "norms":

@@ -8,7 +8,7 @@ import torch
 from opacus.validators import batch_norm
 from opacus.validators.utils import register_module_fixer
 from timm.layers import BatchNormAct2d, SyncBatchNormAct
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit.errors import UsageError
 from retrofit.surgery import convert, set_strength
@@ -28,6 +28,8 @@ _BATCH_NORMS = [
 @register_module_fixer(_BATCH_NORMS)
 def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
     """Return plain layers that replace a torch or timm BatchNorm, with its statistics as constants.
+
+    They end in a new tensor, so that a ResNet may add to it in place (`out += identity`).
 
     Args:
         module: The BatchNorm.
@@ -54,7 +56,22 @@ def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
         set_strength(holder, 1.0)
     new = plain_counterpart(holder.get_submodule("0"))
     assert new is not None
+    # Without gamma and beta it is a lone ConstantAffine, which gets no hooks.
+    if isinstance(new, nn.Sequential):
+        new.add_module("new_tensor", NewTensor())
     return new.train(module.training)
+
+
+class NewTensor(nn.Module):
+    """Copies its input wherever gradients are computed, so that code may add to the copy in place.
+
+    torch refuses to change the output of a module with hooks in place. Opacus puts no hooks on
+    this module, which has no parameters.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a copy of `x`, of any shape; without gradients, `x` itself."""
+        return x.clone() if torch.is_grad_enabled() else x
 
 
 def _fixed_by_opacus(module: Any, options: dict[str, Any]) -> nn.Module:
