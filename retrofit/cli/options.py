@@ -135,6 +135,7 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
     """Read tensors named as a network's arguments from a safetensors file."""
     if path is None:
         return None
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from retrofit.utils.files import ensure_readable
@@ -143,8 +144,8 @@ def _inputs(_ctx: click.Context, _param: click.Parameter, path: Path | None) -> 
     file = ensure_readable(path, "file of example inputs", advice=advice)
     try:
         return load_file(file)
-    # torch raises anything on types and shapes that it does not have.
-    except Exception as error:
+    # A TypeError or OverflowError: a shape that torch does not have.
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise RetrofitError(
             f"{path} holds no example inputs ({with_class(error)}); {advice}"
         ) from error

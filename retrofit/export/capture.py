@@ -48,8 +48,8 @@ class Program:
     shapes: torch.export.ShapesCollection
     # Names of the BatchNorm layers, frozen ones too
     batch_norms: frozenset[str]
-    # What each normalization layer that is called has become (see `FoldedLayer`); called or not, one
-    # whose forward is somebody's own
+    # What each normalization layer has become (see `FoldedLayer`). Layers that are never called are
+    # left out, but for those with somebody's own forward.
     layers: dict[str, str] = field(default_factory=dict)
     # Why the network was not captured; empty if it was
     not_captured: str = ""

@@ -1,5 +1,5 @@
-"""Fold constants into the convolutions and linear layers of a captured graph, where who uses what
-is a fact.
+"""Fold constants into the convolutions and linear layers of a captured graph, which shows who
+uses what.
 
 An affine map per channel (evaluation's batch normalization, products and sums with constants) goes
 into the layer that computes its input, or into the one that takes its output. A whitening goes into

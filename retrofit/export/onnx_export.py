@@ -173,8 +173,8 @@ def _node_counts(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def _labels_of(record: Record, proto: onnx.ModelProto) -> list[str] | None:
-    """Return the names of the outputs; None if unknown, or those of another classifier, which class
-    scores alone can show.
+    """Return the names of the outputs; None if they are unknown, or if the outputs are scores
+    (N, classes) of another number of classes.
     """
     labels = record.labels or None
     if labels is not None and _classes_of(proto) not in (None, len(labels)):

@@ -134,8 +134,8 @@ class Guards(nn.Module):
         super().__init__()
         self.conditions = conditions
         self.arguments = arguments
-        # Empty; follows the network's device and dtype through `_apply`. Not a buffer: a program that
-        # is captured of this module has torch's guards in the place of these, which lack it.
+        # Empty; follows the network's device and dtype through `_apply`. Not a buffer: a second
+        # capture has torch's guards in the place of this module, and would look for it there.
         device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
         self.placement = torch.empty(0, dtype=torch.float32, device=device)
 

@@ -19,8 +19,8 @@ from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
 
 # The names of the functions and methods whose calls are one step. Other steps are norm, activation,
-# linear, convolution, module, call, constant (a parameter or buffer), rescaling (a sum or product of
-# one value and constants), input and output.
+# linear, convolution, module, call, constant (a parameter or buffer), rescaling (a sum, difference,
+# product or quotient of one value and constants), input and output.
 _NAMES_OF = {
     "metadata": " ".join(recognition.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "

@@ -150,7 +150,7 @@ class _Search(Flows):
         """Describe a norm's call, and the activation that follows it."""
         norm = place.target
         activation, reason = self._activation_of(place)
-        # A norm counts as the last step before the pooling only if it has no activation.
+        # A norm that holds an activation that is not known to be elementwise ends no site.
         has_unknown_activation = activation is None and _fused_activation(norm) is not None
         ends = []
         if not has_unknown_activation:

@@ -106,7 +106,7 @@ def _backward(
     x = _dense(x)
     grad = torch.empty_like(x).copy_(grad) if grad.stride() != x.stride() else grad
     grad_x = torch.empty_like(x)
-    # In the place of a strength, which the backward pass does not read: the table has its factors
+    # `table` only fills the place of the strength: the backward pass reads the factors in it.
     options = _options(x, Strength(table), seed, eps)
     sums = kernels.triton_kernels().backward(grad_x, x, grad, weight, table, options)
     return grad_x, sums.reshape(2, -1)

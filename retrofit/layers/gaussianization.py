@@ -1,5 +1,5 @@
 """The power transform of standardized values, and their noise, by torch's operations: for layers that
-standardize by means of their own, and for transforms that follow each operation.
+standardize by means of their own, and for torch.func, which follows each operation.
 """
 
 from typing import Any

@@ -284,9 +284,8 @@ def _with_other_noise(
     """Apply algorithm 1 with noise that kernels do not have."""
     y, stats = normalize(x, None, None, strength, spec._replace(xi=0.0))
     dtype = compute_dtype(x)
-    values, dim = spec.sets(y.to(dtype))
-    values = perturb(values, spec.xi * strength.value(dtype), spec.noise_kind, dim)
-    y = _shaped_as(x, values)
+    # These kinds take no mean over a set, so they get no dimensions of one.
+    y = perturb(y.to(dtype), spec.xi * strength.value(dtype), spec.noise_kind, ())
     return affine(y, spec.beside(weight, x), spec.beside(bias, x)).to(x.dtype), stats
 
 
@@ -438,8 +437,8 @@ def _like(gradient: Tensor, view: Tensor | None, parameter: Tensor | None) -> Te
 
 
 def _noise_of(x: Tensor, factor: Tensor, seed: Tensor | None) -> DrawNoise | None:
-    """Return what draws the noise of `x`. Its elements count in the order of the dimensions, not of
-    memory as kernels count them: where they lie is up to the compiler.
+    """Return what draws the noise of `x`. Elements are numbered in the order of the dimensions, not
+    in that of memory as kernels number them: where they lie is up to the compiler.
     """
     if seed is None:
         return None

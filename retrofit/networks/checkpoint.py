@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -102,8 +103,15 @@ def _content(file: Path) -> Any:
         return _unpickled(file)
     try:
         return load_file(file)
-    # torch raises anything on types and shapes that it does not have.
-    except Exception as error:
+    # A TypeError or OverflowError: a shape that torch does not have.
+    except (
+        safetensors.SafetensorError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OverflowError,
+    ) as error:
         raise RetrofitError(
             f"{file} is not a whole safetensors file ({one_line(error)}); fetch it again"
         ) from error

@@ -29,7 +29,7 @@ _BATCH_NORMS = [
 def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
     """Return plain layers that replace a torch or timm BatchNorm, with its statistics as constants.
 
-    They end in a new tensor, so that a ResNet may add to it in place (`out += identity`).
+    Those of `to` end in a copy, so that a ResNet may add to it in place (`out += identity`).
 
     Args:
         module: The BatchNorm.
@@ -65,8 +65,8 @@ def fix_batch_norm(module: Any, **kwargs: Any) -> nn.Module:
 class NewTensor(nn.Module):
     """Copies its input wherever gradients are computed, so that code may add to the copy in place.
 
-    torch refuses to change the output of a module with hooks in place. Opacus puts no hooks on
-    this module, which has no parameters.
+    torch refuses changes in place of what a module with full backward hooks returns. Opacus puts
+    these hooks on modules with trained parameters; this one has none.
     """
 
     def forward(self, x: Tensor) -> Tensor:

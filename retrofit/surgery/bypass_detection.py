@@ -1,5 +1,5 @@
-"""A run that shows which converted layers a network bypasses: it computes with their tensors and
-never calls them.
+"""A run that shows which converted layers a network bypasses, by computing with their tensors
+without calling them.
 """
 
 from collections import Counter

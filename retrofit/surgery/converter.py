@@ -86,8 +86,8 @@ class Converter(ABC):
     def finish(
         self, model: nn.Module, plan: Plan, sites: Mapping[tuple[str, int], Site]
     ) -> Sequence[str]:
-        """Edit what lies around the converted layers, at sites by norm and call as in `EditRow`;
-        return notes.
+        """Edit what lies around the converted layers, at sites by `norm` and `place` of an
+        `EditRow`; return notes.
         """
         return ()
 

@@ -37,8 +37,7 @@ class LayerRow:
     name: str
     # Class name of the source layer.
     source: str
-    # Class name of the layer that replaces it; None unless `status` is "converted" (an `EditRow` that
-    # names no layer has "").
+    # Class name of the layer that replaces it; None unless `status` is "converted".
     target: str | None
     # "converted", "kept" (by a rule, or as it is what it should be already) or "unsupported".
     status: Status
@@ -101,7 +100,7 @@ class Plan:
 
     @property
     def proxied(self) -> set[tuple[str, int]]:
-        """Norm and call, as in `EditRow`, of each activation that is converted."""
+        """`norm` and `place` of each activation that is converted."""
         return {
             (row.norm, row.place)
             for row in self.edits

@@ -1,5 +1,5 @@
-"""A run of a network that is about to be changed, the source: the changed one is compared with its
-outputs.
+"""A run of the source, the network that is about to be changed: the changed one is compared with
+its outputs.
 """
 
 from collections.abc import Iterable, Sequence

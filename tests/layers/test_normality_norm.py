@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retrofit.layers import GroupNormalNorm
 from tests import oracles as oracle
 from tests.layers.cases import (
     CASES,
@@ -203,18 +202,6 @@ def test_other_kinds_of_noise(name: str, kind: str, alpha: float) -> None:
     assert_same_gradient(out, x, expected, y, 1e-5, 1e-7)
     assert layer(case.input(torch.bfloat16)).dtype == torch.bfloat16
     assert torch.equal(layer.eval()(x), layer(x))
-
-
-def test_noise_that_kernels_lack_is_added_by_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = []
-
-    def perturb(y: Tensor, factor: Tensor, kind: str, dim: tuple[int, ...]) -> Tensor:
-        sets.append((y.shape, dim))
-        return y
-
-    monkeypatch.setattr("retrofit.layers.normality_norm.perturb", perturb)
-    GroupNormalNorm(2, 6, noise=XI, noise_kind="unscaled")(torch.randn(4, 6, 5, 7))
-    assert sets == [((4, 2, 3, 5, 7), (2, 3, 4))]
 
 
 def test_the_options_show_where_they_are_not_the_papers() -> None:

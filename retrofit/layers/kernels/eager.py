@@ -260,7 +260,7 @@ class _Block(NamedTuple):
         return x if x is None or x.shape[self.axis] == 1 else self(x)
 
     def noise_of(self, x: Tensor, options: KernelOptions) -> DrawNoise | None:
-        """Return what draws the slice's noise, whose elements count by where they lie in memory."""
+        """Return what draws the slice's noise; elements are numbered by their place in memory."""
         seed = options.seed
         if seed is None:
             return None

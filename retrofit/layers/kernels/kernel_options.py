@@ -55,10 +55,10 @@ class KernelOptions(NamedTuple):
 
     @property
     def step_factor(self) -> Tensor:
-        """T * alpha, where the strength is t itself."""
+        """The factor of lambda's step, t * alpha, where the strength is t itself."""
         return self.strength.source * self.alpha
 
     @property
     def noise_factor(self) -> Tensor:
-        """T * xi, where the strength is t itself."""
+        """The factor of the noise, t * xi, where the strength is t itself."""
         return self.strength.source * self.xi

@@ -208,7 +208,7 @@ template <bool COLUMNS> struct ForwardWork {
 };
 
 // The forward pass over a panel, in the steps of `eager.normalized`. They are inlined, so that what they share stays in
-// registers; inside a walk, what it changes is local.
+// registers. Inside a walk, what it adds up is local; `place` (backward: `shifts`, `directs`, `gamma`) goes on from run to run.
 #define STEP_OF_PASS __attribute__((always_inline)) void
 
 template <class T, bool COLUMNS> struct Forward {

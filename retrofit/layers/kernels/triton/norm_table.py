@@ -15,7 +15,7 @@ from retrofit.layers.kernels.triton.tiles import over
 MEAN, VAR, RSTD, STEP = map(tl.constexpr, range(4))
 # Five rows from here: derivatives of the step, by four moments and by v
 SLOPES = tl.constexpr(4)
-# t * alpha, the factor of the step; t * xi * spread, the factor of the noise
+# t * alpha, the factor of the step; t * xi * spread, the scale of the noise
 STEP_FACTOR, NOISE_SCALE = map(tl.constexpr, (9, 10))
 # Of a stage for a later one: the two extremes, and the mean of what gets noise
 BOUNDS, CENTRE = map(tl.constexpr, (11, 13))
