@@ -26,8 +26,7 @@ _NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP", "RESUME")
 # these that may stand in the code of its parts.
 _CONDITIONS = 6
 _CONDITIONS_OF_PARTS = 2
-# What a value becomes where the code under trace turns it into a number: an even and an odd size, as
-# code that pads asks for either.
+# What a value becomes where traced code makes it a number: an even and an odd size, for padding.
 _SIZES = (64, 63)
 _MACHINERY = (
     "torch.fx.",
