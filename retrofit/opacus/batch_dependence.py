@@ -120,7 +120,9 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
 
 
 def _refuse_what_cannot_be_measured(model: nn.Module, call: Call) -> None:
-    if isinstance(model, AbstractGradSampleModule):
+    # Inside the wrapper, too, the network's parameters have what Opacus's hooks count by.
+    has_hooks = any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
+    if has_hooks or isinstance(model, AbstractGradSampleModule):
         raise UsageError("Opacus wraps this network already; check it before `make_private`")
     if not model.training:
         raise UsageError(

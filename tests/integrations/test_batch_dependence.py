@@ -175,5 +175,6 @@ def test_a_network_that_opacus_wraps_is_refused() -> None:
     private, *_ = PrivacyEngine().make_private(
         module=model, optimizer=optimizer, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0
     )
-    with pytest.raises(UsageError, match="check it before `make_private`"):
-        retrofit.opacus.check(private, X)
+    for network in (private, model):
+        with pytest.raises(UsageError, match="check it before `make_private`"):
+            retrofit.opacus.check(network, X)
