@@ -27,6 +27,7 @@ from evidence_arms import trained_network
 from evidence_data import Pictures, cifar, draw, normalization, still
 from evidence_train import measure, still_once
 from harness import (
+    RESULTS,
     Line,
     Recorded,
     command_line,
@@ -58,6 +59,7 @@ RATES = {
     "norms": [0.3, 1.0, 3.0],
     "all": [0.03, 0.1],
 }  # noise grows with what is trained
+FROZEN = "frozen-norms"
 SETUP = ("model", "img_size", "images", "epochs", "batch")
 
 
@@ -221,7 +223,28 @@ def tables(lines: list[Line]) -> list[str]:
             "",
             *table(runs),
         ]
+        if not any(run["arm"] == FROZEN for run in runs):
+            text += gains_of_frozen(runs)
     return text
+
+
+def gains_of_frozen(heads: list[Line]) -> list[str]:
+    """Say what `frozen` in dp.md gains over the last layer alone that was trained longer."""
+    alike = [name for name in SETUP if name != "epochs"]
+    recorded = [
+        line
+        for line in Recorded(RESULTS / "dp.jsonl").lines()
+        if line["arm"] == FROZEN and all(line[name] == heads[0][name] for name in alike)
+    ]
+    text = []
+    for eps in sorted({line["eps"] for line in heads}):
+        frozen = chosen([line for line in recorded if line["eps"] == eps])
+        gain = paired(frozen, chosen([line for line in heads if line["eps"] == eps]))
+        if gain:
+            text.append(
+                f"At epsilon {eps:g}, {ARMS[FROZEN].label} in {frozen[0]['epochs']} epochs (dp.md) is {gain} from it."
+            )
+    return ["", *text] if text else []
 
 
 def table(lines: list[Line]) -> list[str]:
