@@ -242,7 +242,7 @@ def gains_of_frozen(heads: list[Line]) -> list[str]:
         gain = paired(frozen, chosen([line for line in heads if line["eps"] == eps]))
         if gain:
             text.append(
-                f"At epsilon {eps:g}, {ARMS[FROZEN].label} in {frozen[0]['epochs']} epochs (dp.md) is {gain} from it."
+                f"At epsilon {eps:g}, {ARMS[FROZEN].label}, {frozen[0]['epochs']} epochs (dp.md), minus the last layer: {gain}"
             )
     return ["", *text] if text else []
 

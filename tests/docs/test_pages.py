@@ -276,7 +276,7 @@ def test_the_figures_of_the_private_digits_are_the_recorded_ones() -> None:
 
 def test_the_gains_over_the_last_layer_alone_are_the_recorded_ones() -> None:
     recorded = (RESULTS / "dp_longer.md").read_text()
-    gains = re.findall(r"^At epsilon 8, .* is \+(\d\.\d ± \d\.\d) /", recorded, re.M)
+    gains = re.findall(r"^At epsilon 8, .*: \+(\d\.\d ± \d\.\d) /", recorded, re.M)
     assert len(gains) == 2
     docs = ROOT / "docs"
     for page in (PAGES[0], docs / "evidence.md", docs / "guides" / "privacy.md"):
