@@ -241,9 +241,8 @@ def gains_of_frozen(heads: list[Line]) -> list[str]:
         frozen = chosen([line for line in recorded if line["eps"] == eps])
         gain = paired(frozen, chosen([line for line in heads if line["eps"] == eps]))
         if gain:
-            text.append(
-                f"At epsilon {eps:g}, {ARMS[FROZEN].label}, {frozen[0]['epochs']} epochs (dp.md), minus the last layer: {gain}"
-            )
+            row = f"{ARMS[FROZEN].label}, {frozen[0]['epochs']} epochs (dp.md)"
+            text.append(f"At epsilon {eps:g}, {row}, minus the last layer: {gain}")
     return ["", *text] if text else []
 
 
