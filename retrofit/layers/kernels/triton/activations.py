@@ -41,7 +41,7 @@ def phi(x, lower, upper, KIND):
     elif KIND == _SILU:
         share = reciprocal(1 + exp2(x * -1.4426950408889634))
         y = x * share
-        slope = share + y * (1 - share)
+        slope = share + (x - y) * share
     elif KIND == _GELU:
         density = exp2(x * x * -0.7213475204444817)
         near = reciprocal(1 + _NEAR * tl.abs(x))

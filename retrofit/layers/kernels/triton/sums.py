@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from retrofit.layers.kernels.triton.arithmetic import reciprocal
 from retrofit.layers.kernels.triton.tiles import elements_at, load, over, zeros
 from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
@@ -81,12 +82,13 @@ def mean_and_squares(X, place, TILE):
     runs = 1 if TILE.way == "rows" else place.stop - place.start
     size = tl.minimum(runs, TILE.rows) * tl.minimum(place.width, TILE.cols)
     first_tile = load(X, elements_at(place, place.start, 0, TILE))
-    pivot = reduce_sets(first_tile, tl.sum, TILE) / size
+    # `shift` corrects the roundings of the pivot, and is small itself: no division has to be exact
+    pivot = reduce_sets(first_tile, tl.sum, TILE) * reciprocal(size.to(tl.float32))
     zero = zeros(TILE)
     sums = over(place, _add_deviations, (X, pivot), (zero, zero, zero, zero), TILE)
     total, squares, low, high = sums
     count = (runs * place.width).to(tl.float32)
-    shift = reduce_sets(total, tl.sum, TILE) / count
+    shift = reduce_sets(total, tl.sum, TILE) * reciprocal(count)
     squares = reduce_sets(squares, tl.sum, TILE) - shift * shift * count
     mean = pivot + tl.where(shift == shift, shift, 0.0)
     squares = tl.where(squares < 0, 0.0, squares)

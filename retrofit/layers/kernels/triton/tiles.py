@@ -115,11 +115,12 @@ def elements_at(place, first_run, first_lane, TILE):
 
 @triton.jit
 def zeros(TILE):
-    """Return a tile of zeros."""
+    """Return a tile of zeros, to which sums are added."""
     # Older Tritons list no plain numbers
     ROWS: tl.constexpr = TILE.rows
     COLS: tl.constexpr = TILE.cols
-    return tl.zeros([ROWS, COLS], tl.float32)
+    # What is added to -0.0 stays as it is, so the compiler drops a sum of one tile; 0.0 + -0.0 is 0.0
+    return tl.full([ROWS, COLS], -0.0, tl.float32)
 
 
 @triton.jit
