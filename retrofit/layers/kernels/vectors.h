@@ -74,11 +74,12 @@ constexpr float EXPM1[] = {0.0013882494531571865f, 0.00836664717644453f, 0.04166
 inline V log_of(I k, V m) { return __builtin_convertvector(k, V) * (LN2 * 0x1p-23f) + (polynomial(m, LOG1P) * (m * m) + m); }
 
 // log(1 + a), a >= 0: 1 + a = 2^k * (1 + m), -1/4 <= m < 1/2, m formed from a itself, so that a small a keeps its bits.
+// Beyond 1e37 it is infinite: what overflows must be seen.
 inline V log1p(V a) {
-    a = a > 1e37f ? splat(1e37f) : a;
     I k = ((I)(1 + a) - THREE_QUARTERS) & EXPONENT;
     V scale = (V)(ONE - k);
-    return log_of(k, a * scale + (scale - 1));
+    V log = log_of(k, a * scale + (scale - 1));
+    return a > 1e37f ? splat(INFINITY) : log;
 }
 
 inline V log(V q) {
@@ -86,14 +87,14 @@ inline V log(V q) {
     return log_of(k, q * (V)(ONE - k) - 1);
 }
 
-// exp(u) - 1 = 2^n * (exp(r) - 1) + (2^n - 1), u = n * ln 2 + r
+// exp(u) - 1 = 2^n * (exp(r) - 1) + (2^n - 1), u = n * ln 2 + r; infinite beyond exp(88)
 inline V expm1(V u) {
-    u = u > 87.0f ? splat(87.0f) : u;
     u = u < -87.0f ? splat(-87.0f) : u;
     V n = (u * (1 / LN2) + 12582912.0f) - 12582912.0f;
     V r = (u - n * LN2_HIGH) - n * LN2_LOW;
-    V scale = (V)((__builtin_convertvector(n, I) << 23) + ONE);
-    return (polynomial(r, EXPM1) * (r * r) + r) * scale + (scale - 1);
+    V scale = (V)(((U)__builtin_convertvector(n, I) << 23) + ONE);
+    V grown = (polynomial(r, EXPM1) * (r * r) + r) * scale + (scale - 1);
+    return u > 88.0f ? splat(INFINITY) : grown;
 }
 
 // To 1 ulp; what it is for 0, infinity and NaN is nobody's business.

@@ -155,6 +155,7 @@ def test_interpreted_in_half() -> None:
 
 def test_interpreted_at_given_lambda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "triton")
+    test_agree.test_what_overflows_is_not_finite()
     test_agree.test_given_lambda_at_and_beside_its_singular_points(2.0)
 
 

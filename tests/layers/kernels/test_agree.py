@@ -200,6 +200,20 @@ def test_given_statistics(sets: Sets) -> None:
 
 
 @on(*MARKS)
+def test_what_overflows_is_not_finite() -> None:
+    """In evaluation nothing bounds a normalized value. Triton has NaN where others have infinity."""
+    extremes = [torch.inf, -torch.inf, torch.nan, 1e25, -1e25, 1e36, -1e36]
+    powers = torch.tensor([-0.5, 0.3, 0.9, 1.3, 2.4], device=device()).view(1, -1)
+    h = torch.tensor(extremes, device=device()).view(-1, 1).expand(-1, 5).contiguous()
+    zero = torch.zeros_like(powers)
+    got = apply_statistics(h, zero, zero + 1, powers, None, None, 0.0)
+    wanted = oracle.power_transform(h.double(), powers.double()).float()
+    finite = got.isfinite()
+    torch.testing.assert_close(got[finite], wanted[finite], rtol=2e-5, atol=0)
+    assert finite.sum() >= 10
+
+
+@on(*MARKS)
 @pytest.mark.parametrize("centre", [0.0, 2.0])
 def test_given_lambda_at_and_beside_its_singular_points(centre: float) -> None:
     offsets = [0.0, 1e-9, -1e-9, 1e-7, -1e-7, 1e-5, -1e-5, 2e-4, -2e-4, 4.9e-4, -4.9e-4, 6e-4]

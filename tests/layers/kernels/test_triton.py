@@ -195,6 +195,7 @@ def test_a_cuda_graph_captures_a_step_and_replays_it(noise: float) -> None:
 def test_what_is_broken_is_replaced_and_it_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(kernels.VARIABLE, raising=False)
     known = {("retrofit.layers.kernels.triton", GPU, torch.bfloat16): "they are broken"}
     monkeypatch.setattr(self_test, "fault", lambda module, *where: known[module.__name__, *where])
     kernels._fault.cache_clear(), kernels._fastest.cache_clear()
