@@ -54,13 +54,15 @@ class _Commands(click.Group):
             UsageError: If there is none of that name; it suggests the closest.
         """
         if cmd_name in COMMANDS:
-            command: click.Command = importlib.import_module(f"retrofit.cli.{cmd_name}").command
+            module = importlib.import_module(f"retrofit.cli.{cmd_name}")
+            command: click.Command = module.command
             return command
         close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
         hint = ""
         if close:
             hint = f" (did you mean {close[0]}?)"
-        raise click.UsageError(f"there is no command {cmd_name!r}{hint}", ctx)
+        problem = f"there is no command {cmd_name!r}{hint}"
+        raise click.UsageError(problem, ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
@@ -80,7 +82,9 @@ class _Commands(click.Group):
     ) -> Any:
         """Run the command line and exit with the code for the outcome."""
         try:
-            sys.exit(super().main(args, prog_name, **{**extra, "standalone_mode": False}) or 0)
+            settings = {**extra, "standalone_mode": False}
+            outcome = super().main(args, prog_name, **settings)
+            sys.exit(outcome or 0)
         except _NO_ARGUMENTS as bare:
             click.echo(bare.format_message(), err=True)
             sys.exit(bare.exit_code)
@@ -88,12 +92,15 @@ class _Commands(click.Group):
             if os.environ.get("RETROFIT_DEBUG"):
                 traceback.print_exception(raised)
             error = named_extra(raised)
+            line = printable(_line(error), _LONGEST_LINE)
             # A broken pipe: nobody is left to read the line.
             with suppress(BrokenPipeError):
-                click.echo(printable(_line(error), _LONGEST_LINE), err=True)
+                click.echo(line, err=True)
+            code = getattr(error, "exit_code", 1)
             # Shells exit with 130 after an interrupt.
-            interrupted = isinstance(error, click.Abort)
-            sys.exit(130 if interrupted else getattr(error, "exit_code", 1))
+            if isinstance(error, click.Abort):
+                code = 130
+            sys.exit(code)
 
 
 # Click 8.1 prints the help page itself where a command got no arguments.

@@ -11,6 +11,7 @@ evaluated and trained like any other.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,38 +47,53 @@ def command(
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
 
-    output = output_file(output, f"{file_stem(model)}-baked.safetensors", force)
+    default = f"{file_stem(model)}-baked.safetensors"
+    output = output_file(output, default, force)
     network = open_network(model, requested)
     read_calibration(requested, network, images)
     with waiting("baking"):
         network.model, report = retrofit.bake(
             network.model, requested["calibrate"], tolerance=tolerance
         )
-    _show(report)
+    _show_stages(report)
+    _show_kept(report)
+    _show_chosen(report)
     retrofit.save(network.model, output, force=force)
     say_written(output)
     say(f"next: retrofit export {output}")
     emit({"model": network.source.name, "output": str(output), **report.to_dict()})
 
 
-def _show(report: BakeReport) -> None:
+def _show_stages(report: BakeReport) -> None:
     rows = []
     for stage in report.stages:
+        error = f"{stage.error:.3g}"
+        worst = f"{stage.worst:.3g}"
         same = ""
         if stage.top1_agreement is not None:
             same = f"{stage.top1_agreement:.1%}"
-        rows.append((str(stage.layers), f"{stage.error:.3g}", f"{stage.worst:.3g}", same))
+        rows.append((str(stage.layers), error, worst, same))
     show_table(
         ("layers", "output changes by", "in the worst 1%", "same top-1"), list(dict.fromkeys(rows))
     )
-    kept = [layer for layer in report.layers if not layer.baked]
-    for reason in dict.fromkeys(layer.reason for layer in kept):
-        say(f"kept: {names(layer.name for layer in kept if layer.reason == reason)}: {reason}")
+
+
+def _show_kept(report: BakeReport) -> None:
+    kept: dict[str, list[str]] = defaultdict(list)
+    for layer in report.layers:
+        if not layer.baked:
+            kept[layer.reason].append(layer.name)
+    for reason, layers in kept.items():
+        say(f"kept: {names(layers)}: {reason}")
+
+
+def _show_chosen(report: BakeReport) -> None:
     chosen = report.chosen
     fitted, judged = report.images
+    same = chosen.top1_agreement
     agreement = ""
-    if chosen.top1_agreement is not None:
-        agreement = f", the same top-1 for {chosen.top1_agreement:.1%}"
+    if same is not None:
+        agreement = f", the same top-1 for {same:.1%}"
     say(
         f"baked {chosen.layers} of {len(report.layers)} layers on {fitted} images: the output "
         f"changes by {chosen.error:.3g} of its standard deviation on {judged} others{agreement}",

@@ -55,8 +55,10 @@ def command(model: str, against: str | None, **arguments: Any) -> None:
     Raises:
         UsageError: If the two are the same, or a network and an exported file.
     """
-    are_files = {Path(name).suffix == ".onnx" for name in (model, against) if name is not None}
-    if len(are_files) == 2:
+    models = [name for name in (model, against) if name is not None]
+    are_files = [Path(name).suffix == ".onnx" for name in models]
+    is_mixed = any(are_files) and not all(are_files)
+    if is_mixed:
         raise UsageError(
             "a network and an exported file are measured in different ways; compare two of a kind"
         )
@@ -64,20 +66,25 @@ def command(model: str, against: str | None, **arguments: Any) -> None:
         raise UsageError(
             f"{model} would be measured against itself; name another network with --against"
         )
-    import torch
-
-    if are_files == {True}:
+    if all(are_files):
         conditions, device, answer = _measure_files(model, against, arguments)
     else:
         conditions, device, answer = _measure_networks(model, against, arguments)
-    machine = f"{plural(torch.get_num_threads(), 'thread')}, {platform.machine()} CPU"
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    machine += f", torch {torch.__version__}"
+    machine = _machine(device)
     batch_size = arguments["batch_size"]
     rounds = arguments["rounds"]
     say(f"{rounds} turns each, batches of {batch_size} {conditions}, {machine}")
     emit({"schema": 1, "batch_size": batch_size, "rounds": rounds, "machine": machine, **answer})
+
+
+def _machine(device: torch.device) -> str:
+    """Name the device and the torch that were measured."""
+    import torch
+
+    name = f"{plural(torch.get_num_threads(), 'thread')}, {platform.machine()} CPU"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return f"{name}, torch {torch.__version__}"
 
 
 def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]) -> Measured:
@@ -143,10 +150,11 @@ def _measure_files(model: str, against: str | None, arguments: dict[str, Any]) -
     options.refuse_flags("an exported file is run as it is", but=of_files)
     if against is None:
         raise UsageError(f"{model} is measured against another file; name it with --against")
+    files = {name: Path(name) for name in (model, against)}
     runtime: Any = arguments["runtime"] or "onnxruntime"
     with progress_bar("measuring") as move:
         costs = measure_files(
-            {name: Path(name) for name in (model, against)},
+            files,
             runtime,
             batch_size=arguments["batch_size"],
             rounds=arguments["rounds"],
@@ -156,7 +164,8 @@ def _measure_files(model: str, against: str | None, arguments: dict[str, Any]) -
     rows = [(cost.file, *_times(cost), f"{cost.bytes / 1e6:.1f}") for cost in costs]
     show_table(("file", "ms a batch", "time ratio", "MB"), rows)
     answer = {"runtime": runtime, "costs": [asdict(cost) for cost in costs]}
-    return f"in {runtime}", torch.device("cpu"), answer
+    cpu = torch.device("cpu")
+    return f"in {runtime}", cpu, answer
 
 
 def _times(cost: Cost | FileCost) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from retrofit.utils.text import ROOT, aligned, json_text, printable
+from retrofit.utils.text import ROOT, aligned, json_text, plural, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,6 +118,11 @@ def say(text: str, style: str | None = None) -> None:
 
 def warn(text: str) -> None:
     say(f"warning: {text}", "yellow")
+
+
+def warn_of_unreadable(images: Sequence[str]) -> None:
+    if images:
+        warn(f"{plural(len(images), 'image')} cannot be read: {names(images)}")
 
 
 def say_written(path: Path) -> None:

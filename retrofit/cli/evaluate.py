@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrofit.cli import options
-from retrofit.cli.console import emit, names, progress_bar, say, warn
+from retrofit.cli.console import emit, progress_bar, say, warn, warn_of_unreadable
 from retrofit.errors import UsageError
 from retrofit.utils.text import plural
 
@@ -124,9 +124,7 @@ def _warn_of(result: "Accuracy", doubt: str) -> None:
     """Warn of what makes the figures doubtful."""
     if doubt:
         warn(f"{doubt}; if that is wrong, give --class-map FILE")
-    if result.skipped:
-        images = plural(len(result.skipped), "image")
-        warn(f"{images} cannot be read: {names(result.skipped)}")
+    warn_of_unreadable(result.skipped)
     if result.not_finite:
         images = plural(result.not_finite, "image")
         warn(f"{images} gave scores that are not finite, counted as wrong")

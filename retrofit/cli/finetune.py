@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrofit.cli import options
-from retrofit.cli.console import emit, names, progress_bar, say, warn
+from retrofit.cli.console import emit, progress_bar, say, warn_of_unreadable
 from retrofit.errors import UsageError
 from retrofit.finetune.recipe import FREE, Recipe
 from retrofit.finetune.recipe_files import load_recipe, recipe_summaries
 from retrofit.finetune.run_position import Position
 from retrofit.finetune.run_report import RunCallback, Step
-from retrofit.utils.text import plural, printable
+from retrofit.utils.text import printable
 
 if TYPE_CHECKING:
     from retrofit.networks.open_model import Network
@@ -80,15 +80,15 @@ def _settings(function: Any) -> Any:
 
 def _setting(name: str, field: dict[str, Any]) -> options.Decorator:
     """Make the flag of a setting from its field in the recipe's JSON schema."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = options.flag_of(name)
     text = field["description"]
     if field["default"] not in (None, "", []):
         text = f"{text.rstrip('.')} (default: {_shown(field['default'])})."
     kind = field.get("anyOf", [field])[0]
     if kind["type"] == "boolean":
-        off = f"--no-{flag[2:]}"
-        if flag.startswith("--no-"):
-            off = f"--{flag[5:]}"
+        off = options.flag_of(f"no_{name}")
+        if name.startswith("no_"):
+            off = options.flag_of(name.removeprefix("no_"))
         return options.option(f"{flag}/{off}", text, bool, default=None)
     metavar = _NAMED.get(name) or "|".join(kind.get("enum", ())) or _METAVARS[kind["type"]]
     return options.option(f"{_SHORT.get(name, '')} {flag}", text, metavar=metavar)
@@ -174,13 +174,14 @@ def _new(
     from retrofit.finetune.run_network import recipe_network
 
     run = load_recipe(recipe, values)
-    if run.model is None or not run.model.startswith("py:"):
+    model = run.model
+    if model is None or not model.startswith("py:"):
         return recipe_network(run, network), run, network
     if "model" not in values:
         raise UsageError(
-            f"no recipe may have {printable(run.model, 100)} imported; give it as MODEL yourself"
+            f"no recipe may have {printable(model, 100)} imported; give it as MODEL yourself"
         )
-    return recipe_network(run, network), run, run.model
+    return recipe_network(run, network), run, model
 
 
 def _free_folder(model: str, recipe: str | None) -> Path:
@@ -259,9 +260,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _conclude(folder: Path, result: Position, network: str | None) -> None:
-    if result.unreadable:
-        images = plural(len(result.unreadable), "image")
-        warn(f"{images} cannot be read: {names(result.unreadable)}")
+    warn_of_unreadable(result.unreadable)
     if result.finished:
         artifact = folder / "best.safetensors"
         best = ""

@@ -64,13 +64,14 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     network = open_model(model, **opening)
     norms = list(find_norms(network.model))
     rows = [_row(norm) for norm in norms]
+    counts = Counter(row["source"] for row in rows)
     functional = functional_norms(network.model, norms)
     answer: dict[str, Any] = {
         "schema": 1,
         "model": network.source.name,
         "library": network.source.library,
         "layers": rows,
-        "counts": dict(Counter(row["source"] for row in rows)),
+        "counts": dict(counts),
         "functional": functional,
     }
     if to is None:

@@ -43,11 +43,12 @@ def open_network(text: str, arguments: dict[str, Any], beside: str | None = None
 
 def introduce(network: Network) -> None:
     """Write whose weights a network has, how far it is converted, and every warning to stderr."""
-    say(
-        weights_sentence(network.weights),
-        "bold yellow" if network.weights["kind"] == "random" else "bold",
-    )
-    if (strength := strength_sentence(network.model)) is not None:
+    style = "bold"
+    if network.weights["kind"] == "random":
+        style = "bold yellow"
+    say(weights_sentence(network.weights), style)
+    strength = strength_sentence(network.model)
+    if strength is not None:
         say(strength)
     for warning in network.warnings:
         warn(warning)
@@ -100,8 +101,12 @@ def placement(arguments: dict[str, Any]) -> tuple[torch.device, torch.dtype | No
     amp_dtype = arguments.pop("amp_dtype")
     if amp_dtype is not None and not amp:
         raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
-    half = amp_dtype or ("bfloat16" if device.type == "cpu" else "float16")
-    return device, getattr(torch, half) if amp else None
+    if not amp:
+        return device, None
+    default = "float16"
+    if device.type == "cpu":
+        default = "bfloat16"
+    return device, getattr(torch, amp_dtype or default)
 
 
 def output_file(path: Path | None, default: str, force: bool) -> Path:
@@ -129,7 +134,9 @@ def file_stem(model: str) -> str:
     prefix, rest = split_prefix(model)
     if prefix == "py":
         return rest.replace(":", "-")
-    path = Path(rest if prefix in ("tv", "torchvision", "hf-hub", "local-dir") else model)
+    if prefix not in ("tv", "torchvision", "hf-hub", "local-dir"):
+        rest = model
+    path = Path(rest)
     stem = path.name.removesuffix(".safetensors")
     folder = path.parent.name
     # A file of a fine-tuning run: only the folder tells it from other runs'.

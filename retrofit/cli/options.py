@@ -103,7 +103,8 @@ def complete_model(
     if typed.startswith("tv:"):
         from torchvision.models import list_models
 
-        known = (f"tv:{name}" for name in list_models())
+        names = list_models()
+        known = (f"tv:{name}" for name in names)
     elif len(typed) >= _ENOUGH and "/" not in typed:
         from timm import list_models as timm_models
 
@@ -179,26 +180,35 @@ def _stacked(*options: Decorator) -> Decorator:
     return decorate
 
 
+def flag_of(name: str) -> str:
+    """Return the flag that sets an argument: "--data-dir" for data_dir."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _conversion_option(name: str, known: Option) -> Decorator:
     """Make the flag for a conversion option, whose value is checked with the others."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = flag_of(name)
     text = re.sub("`(.*?)`", r"--\1", known.help)
-    text += f" Targets: {', '.join(targets_of(name))}."
-    if known.kind is bool:
-        if not known.switch:
-            flag = f"{flag}/--no-{flag[2:]}"
-        return option(flag, text, bool, default=None)
-    if known.kind == "batches":
-        return option(flag, text, click.Path(), metavar="DIR")
-    if known.kind is str:
-        return option(flag, text, known.words)
+    targets = ", ".join(targets_of(name))
+    text += f" Targets: {targets}."
     kind: Any = known.kind
-    if known.words:
-        kind = literal
+    words = known.words
+    if kind is bool:
+        if not known.switch:
+            off = flag_of(f"no_{name}")
+            flag = f"{flag}/{off}"
+        return option(flag, text, bool, default=None)
+    if kind == "batches":
+        return option(flag, text, click.Path(), metavar="DIR")
+    if kind is str:
+        return option(flag, text, words)
     number = "F"
-    if known.kind is int:
+    if kind is int:
         number = "N"
-    return option(flag, text, kind, metavar="|".join([number, *known.words]))
+    if words:
+        kind = literal
+    metavar = "|".join([number, *words])
+    return option(flag, text, kind, metavar=metavar)
 
 
 def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:

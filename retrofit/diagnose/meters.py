@@ -253,14 +253,7 @@ class Probe:
         self.name = name
         self.layer = layer
         self.kind = type(layer).__name__
-        self._bare: Any = copy.copy(layer)
-        self._bare._modules = {
-            key: nn.Identity() if key in ("drop", "act") else child
-            for key, child in layer._modules.items()
-        }
-        for hooks in _HOOKS:
-            setattr(self._bare, hooks, OrderedDict())
-        self._bare.training = False
+        self._bare = _bare(layer)
         # Whether it applies the power transform.
         self.transforms = isinstance(layer, NormalityMixin)
 
@@ -305,6 +298,21 @@ class Probe:
         if isinstance(bias, Tensor):
             neutral["bias"] = torch.zeros_like(bias)
         return neutral
+
+
+def _bare(layer: nn.Module) -> Any:
+    """Return a layer with the same tensors, in evaluation mode, without its fused activation and
+    dropout and without hooks.
+    """
+    bare: Any = copy.copy(layer)
+    children = dict(layer._modules)
+    for fused in {"drop", "act"} & children.keys():
+        children[fused] = nn.Identity()
+    bare._modules = children
+    for hooks in _HOOKS:
+        setattr(bare, hooks, OrderedDict())
+    bare.training = False
+    return bare
 
 
 def probes(model: nn.Module) -> tuple[list[Probe], list[str]]:

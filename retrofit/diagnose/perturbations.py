@@ -67,13 +67,15 @@ def attenuation(
 
     def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
         clean, _ = out.chunk(2)
-        noise = _noise_like(clean, generator)
-        return torch.cat([clean, clean + INJECTED * _spread(source, clean) * noise])
+        deviation = INJECTED * _spread(source, clean)
+        noise = deviation * _noise_like(clean, generator)
+        return torch.cat([clean, clean + noise])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
         is_reached = bool(errors) or probe is source
         if probe.name not in errors and is_reached:
-            error = _relative_error(*map(probe.by_channel, out.chunk(2)))
+            clean, noisy = out.chunk(2)
+            error = _relative_error(probe.by_channel(clean), probe.by_channel(noisy))
             if error is not None:
                 errors[probe.name] = error
 

@@ -179,14 +179,15 @@ def _gaussianity(figure: Figure, networks: Networks) -> None:
 
 
 def _qq(figure: Figure, networks: Networks) -> None:
+    count = len(networks)
     grid = figure.subplots(
-        2 * len(networks),
+        2 * count,
         2,
         squeeze=False,
         sharex=True,
         sharey=True,
     )
-    panels = grid.reshape(len(networks), 4)
+    panels = grid.reshape(count, 4)
     for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
         row[0].set_ylabel(name, fontsize=8)
         for axes, (number, layer) in zip(row, _four_depths(diagnosis.layers), strict=False):
@@ -225,11 +226,14 @@ def _qq_panel(axes: Axes, number: int, layer: Layer, colour: str) -> None:
 
 
 def _power(figure: Figure, networks: Networks) -> None:
-    column = figure.subplots(len(networks), 1, squeeze=False)[:, 0]
+    grid = figure.subplots(len(networks), 1, squeeze=False)
+    column = grid[:, 0]
     for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
-        numbers = range(len(diagnosis.layers))
-        powers = [astuple(layer.power)[:4] for layer in diagnosis.layers]
-        shares = list(zip(*powers, strict=True))
+        layers = diagnosis.layers
+        numbers = range(len(layers))
+        powers = [astuple(layer.power) for layer in layers]
+        # P1 to P4, (4, layers)
+        shares = np.transpose(powers)[:4]
         axes.stackplot(
             numbers,
             shares,

@@ -99,9 +99,16 @@ def _page(
         autoescape=True,
         finalize=_shown,
     )
-    return environment.get_template("report.html").render(
-        titles=[_titled(name, models.get(name, {})) for name in networks],
-        abouts=[_about(name, networks[name], models.get(name, {})) for name in networks],
+    template = environment.get_template("report.html")
+    titles = []
+    abouts = []
+    for name, diagnosis in networks.items():
+        model = models.get(name, {})
+        titles.append(_titled(name, model))
+        abouts.append(_about(name, diagnosis, model))
+    return template.render(
+        titles=titles,
+        abouts=abouts,
         sentences=sentences(networks),
         figures=[
             (plot.title, TEXTS[plot.name], base64.b64encode(png).decode())
@@ -145,10 +152,12 @@ def _titled(name: str, model: Mapping[str, Any]) -> str:
     which run it is from.
     """
     title = model.get("model", name)
-    if model.get("target"):
-        title += f" to {model['target']}"
-    if model.get("strength") is not None:
-        title += f", t = {model['strength']:.3g}"
+    target = model.get("target")
+    strength = model.get("strength")
+    if target:
+        title += f" to {target}"
+    if strength is not None:
+        title += f", t = {strength:.3g}"
     if title == name:
         return name
     return f"{name} ({title})"

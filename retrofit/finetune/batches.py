@@ -144,15 +144,16 @@ class Batches:
         world: int,
         device: torch.device = CPU,
     ) -> None:
-        batch_size = min(recipe.batch_size, len(images) // world)
+        count = len(images)
+        batch_size = min(recipe.batch_size, count // world)
         if recipe.mixup or recipe.cutmix:
             batch_size -= batch_size % 2
         if batch_size < 1:
             raise RetrofitError(
-                f"{len(images)} images to train on are too few for {world} processes; give more"
+                f"{count} images to train on are too few for {world} processes; give more"
             )
         augmented = Augmented(images, training_transform(recipe, preprocess), recipe.seed)
-        self._order = Order(len(images), batch_size, rank, world, recipe.seed)
+        self._order = Order(count, batch_size, rank, world, recipe.seed)
         self._host = _HostBatches(augmented, self._order, recipe, device)
         # It copies a batch to the device, and normalizes it there, while the one before is used.
         self._loader = PrefetchLoader(
@@ -240,10 +241,15 @@ def replace_unreadable(images: Tensor, targets: Tensor, dataset: ImageSubset) ->
     Raises:
         RetrofitError: If none can be read.
     """
-    numbers = targets.tolist()
-    readable = [position for position, target in enumerate(numbers) if target >= 0]
-    unreadable = [position for position, target in enumerate(numbers) if target < 0]
-    names = [dataset.unreadable(numbers[position]) for position in unreadable]
+    readable = []
+    unreadable = []
+    names = []
+    for position, target in enumerate(targets.tolist()):
+        if target >= 0:
+            readable.append(position)
+        else:
+            unreadable.append(position)
+            names.append(dataset.unreadable(target))
     if not readable:
         raise RetrofitError(
             f"none of a batch's {len(names)} images can be read ({shortlist(names)}); "

@@ -48,16 +48,18 @@ class ChanceWatch:
             model: The network.
             few: Gives some images, (N, C, H, W), if asked.
         """
+        recipe = self._recipe
+        classes = self._classes
         epoch = row["epoch"]
         top1 = row["val_top1"]
         loss = row["val_loss"]
-        if self._done or loss is None or self._classes is None:
+        if self._done or loss is None or classes is None:
             return None
-        is_last = epoch >= self._recipe.epochs
-        is_early = epoch < max(2, self._recipe.warmup + 1)
+        is_last = epoch >= recipe.epochs
+        is_early = epoch < max(2, recipe.warmup + 1)
         if is_early and not is_last:
             return None
-        if not at_chance(top1, loss, images, self._classes):
+        if not at_chance(top1, loss, images, classes):
             self._in_a_row = 0
             return None
         self._in_a_row += 1
@@ -66,8 +68,8 @@ class ChanceWatch:
             return None
         self._done = True
         collapsed = any(all_alike(model, some) for some in few)
-        why = explanation(model, self._recipe, self._steps, collapsed, self._untrained)
-        figures = f"top-1 {top1:.1f}% of {self._classes} classes, loss {loss:.2f}"
+        why = explanation(model, recipe, self._steps, collapsed, self._untrained)
+        figures = f"top-1 {top1:.1f}% of {classes} classes, loss {loss:.2f}"
         return (
             f"warning: after epoch {epoch} the network does no better than guessing "
             f"({figures}): {why}"

@@ -89,22 +89,23 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         UsageError: If timm cannot build it, or it has no eps to set.
     """
     groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, recipe.decay_norms)
+    name = recipe.opt
     options: dict[str, Any] = {}
-    if recipe.opt.lower() in _FUSED:
+    if name.lower() in _FUSED:
         options["fused"] = True
     if recipe.opt_eps is not None:
         options["eps"] = recipe.opt_eps
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
-            groups, recipe.opt, recipe.lr, recipe.weight_decay, recipe.momentum, **options
+            groups, name, recipe.lr, recipe.weight_decay, recipe.momentum, **options
         )
     # Optimizers assert, or miss a package.
     except Exception as error:
         raise UsageError(
-            f"cannot build the optimizer {recipe.opt} ({one_line(error)}); take another `opt`"
+            f"cannot build the optimizer {name} ({one_line(error)}); take another `opt`"
         ) from error
     if recipe.opt_eps is not None and "eps" not in optimizer.defaults:
-        raise UsageError(f"the optimizer {recipe.opt} has no eps; leave `opt_eps` out")
+        raise UsageError(f"the optimizer {name} has no eps; leave `opt_eps` out")
     return optimizer
 
 

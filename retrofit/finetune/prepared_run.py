@@ -56,7 +56,8 @@ class PreparedRun:
         self.device = accelerator.device
         random_seed(recipe.seed)
 
-        images = open_data(recipe, network.labels, network.preprocess.input_size[0])
+        channels = network.preprocess.input_size[0]
+        images = open_data(recipe, network.labels, channels)
         for note in images.notes:
             callback.note(note)
         if state is None:
@@ -68,7 +69,8 @@ class PreparedRun:
         layout = torch.contiguous_format
         if recipe.channels_last:
             layout = torch.channels_last
-        self.model = network.model.to(self.device).to(memory_format=layout).train()
+        self.model = network.model.to(self.device).to(memory_format=layout)
+        self.model.train()
         teacher = None
         if recipe.teacher == "source":
             teacher = source_network(network, resumed=state is not None)
@@ -80,32 +82,37 @@ class PreparedRun:
             classes = images.train.classes
             labeller = None
         self._set_up_data(images, labeller)
-        self.position = Position(self.epoch_steps * recipe.epochs)
+        steps = self.epoch_steps * recipe.epochs
+        self.position = Position(steps)
         untrained = network.weights["kind"] == "random"
-        self.chance = ChanceWatch(recipe, self.position.steps, classes, untrained)
+        self.chance = ChanceWatch(recipe, steps, classes, untrained)
         self._set_up_training()
 
     def _set_up_data(self, images: Images, labeller: nn.Module | None) -> None:
         """Set up what is trained and validated on; a labeller gives the labels to validate with."""
         recipe = self.recipe
+        accelerator = self.accelerator
         preprocess = self.network.preprocess
-        rank = self.accelerator.process_index
-        processes = self.accelerator.num_processes
-        self.val = validation_share(images.val, preprocess, labeller, self.accelerator)
+        train = images.train.images
+        rank = accelerator.process_index
+        processes = accelerator.num_processes
+        self.val = validation_share(images.val, preprocess, labeller, accelerator)
         as_validated = create_transform(**preprocess.to_dict())
-        self.plain_images = ImageSubset(images.train.images, transform=as_validated)
-        self.batches = Batches(
-            images.train.images, recipe, preprocess, rank, processes, self.device
-        )
+        self.plain_images = ImageSubset(train, transform=as_validated)
+        self.batches = Batches(train, recipe, preprocess, rank, processes, self.device)
+        settings = recipe.model_dump(mode="json", exclude=set(FREE | PLACES))
         # Settings and data that must be the same when the run is resumed.
-        self.kept = recipe.model_dump(mode="json", exclude=set(FREE | PLACES))
-        self.kept["images"] = len(images.train.images)
-        self.kept["classes"] = images.names and list(images.names)
-        self.kept["processes"] = processes
-        self.epoch_steps = len(self.batches) // recipe.grad_accum_steps
+        self.kept = {
+            **settings,
+            "images": len(train),
+            "classes": images.names and list(images.names),
+            "processes": processes,
+        }
+        batch_count = len(self.batches)
+        self.epoch_steps = batch_count // recipe.grad_accum_steps
         if not self.epoch_steps:
             raise RetrofitError(
-                f"an epoch has {len(self.batches)} batches, a step takes "
+                f"an epoch has {batch_count} batches, a step takes "
                 f"{recipe.grad_accum_steps}; lower `grad_accum_steps` or `batch_size`"
             )
 

@@ -213,10 +213,12 @@ class Recipe(BaseModel):
         yield from self._schedule_contradictions()
         if self.amp_dtype and not self.amp:
             yield "amp_dtype chooses the data type of mixed precision; set amp: true too"
-        folderless = self.dataset in ("", "digits") or self.dataset.startswith("hf")
-        if not self.data_dir and not folderless:
-            dataset = printable(self.dataset, 64)
-            yield f"dataset {dataset} needs data_dir too, the folder that holds it"
+        dataset = self.dataset
+        is_built_in = dataset in ("", "digits")
+        is_downloaded = dataset.startswith("hf")
+        if not (self.data_dir or is_built_in or is_downloaded):
+            shortened = printable(dataset, 64)
+            yield f"dataset {shortened} needs data_dir too, the folder that holds it"
 
     def _schedule_contradictions(self) -> Iterator[str]:
         if self.strength_sched == "there-and-back" and self.strength_end == 1:

@@ -47,7 +47,8 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
         settings = recipe_settings(name)
     # Images come from one place: a command line's replaces the recipe's.
     if overrides.keys() & _SOURCES:
-        settings = {key: value for key, value in settings.items() if key not in _SOURCES}
+        for source in _SOURCES:
+            settings.pop(source, None)
     settings.update(overrides)
     data_dir = settings.get("data_dir")
     if _names_a_dataset(data_dir) and not settings.get("dataset"):
@@ -60,8 +61,9 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
     advice = "correct them"
     if len(sentences) == 1:
         advice = "correct it"
+    mistakes = plural(len(sentences), "mistake")
     listed = printable(", ".join(sentences), _LONGEST)
-    raise UsageError(f"{plural(len(sentences), 'mistake')} in {title}: {listed}; {advice}")
+    raise UsageError(f"{mistakes} in {title}: {listed}; {advice}")
 
 
 def _names_a_dataset(path: Any) -> bool:

@@ -128,11 +128,14 @@ class Run(PreparedRun):
         positions = gather_object([asdict(self.position)])
         if not self.accelerator.is_main_process:
             return
-        state = {name: part.state_dict() for name, part in self._stateful().items()}
-        state["generators"] = generators
-        state["positions"] = positions
-        state["kept"] = self.kept
-        state["new_tensors"] = list(self.new_tensors)
+        state = {
+            "generators": generators,
+            "positions": positions,
+            "kept": self.kept,
+            "new_tensors": list(self.new_tensors),
+        }
+        for name, part in self._stateful().items():
+            state[name] = part.state_dict()
         run_state.save_state(self.folder, state)
 
     @property
@@ -148,14 +151,16 @@ class Run(PreparedRun):
         """
         position = self.position
         epoch, steps_done = divmod(position.step, self.epoch_steps)
-        batches = self.batches.epoch(epoch, steps_done * self.recipe.grad_accum_steps)
+        first_batch = steps_done * self.recipe.grad_accum_steps
+        batches = self.batches.epoch(epoch, first_batch)
         self.gate.start(position.loss_sum)
         self.model.train()
         for layer in self.frozen_norms:
             layer.training = False
         for _ in range(steps_done, self.epoch_steps):
             self._train_step(batches)
-            self.gate.send((self._progress(epoch), position.images), self.last_images)
+            step = self._progress(epoch)
+            self.gate.send((step, position.images), self.last_images)
             stopping = self._any_process(stop())
             leaving = stopping or self.is_epoch_end
             saving = self._is_checkpoint_due()
@@ -167,19 +172,23 @@ class Run(PreparedRun):
         return False
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        position = self.position
+        strength_schedule = self.strength_schedule
         began = time.monotonic()
         for _ in range(self.recipe.grad_accum_steps):
-            self._train_batch(*next(batches))
-        self.position.step += 1
+            images, targets = next(batches)
+            self._train_batch(images, targets)
+        position.step += 1
         if self.lr_schedule is not None:
-            self.lr_schedule.step_update(self.position.step)
+            self.lr_schedule.step_update(position.step)
         if self.average is not None:
-            self.average.update(self.model, self.position.step)
-        if self.strength_schedule is not None:
-            self.strength_schedule.step()
-            if self.strength_schedule.turning:
+            self.average.update(self.model, position.step)
+        if strength_schedule is not None:
+            strength_schedule.step()
+            if strength_schedule.turning:
                 self._recentre()
-        self.position.seconds += time.monotonic() - began
+        elapsed = time.monotonic() - began
+        position.seconds += elapsed
 
     def _train_batch(self, images: Tensor, targets: Tensor) -> None:
         """Do a batch's share of a step; images (N, C, H, W) and targets (N,) are on the device."""
@@ -229,8 +238,11 @@ class Run(PreparedRun):
             loss=math.nan,
             lr=self._rate(),
             strength=self._strength(),
-            images_per_second=images / max(position.seconds, 1e-9),
+            images_per_second=self._images_per_second(images),
         )
+
+    def _images_per_second(self, images: float) -> float:
+        return images / max(self.position.seconds, 1e-9)
 
     def _rate(self) -> float:
         return float(max(group["lr"] for group in self.optimizer.param_groups))
@@ -278,26 +290,29 @@ class Run(PreparedRun):
         """Validate, write the epoch's line, and the network if it is the best so far."""
         position = self.position
         loss_sum, images = summed([position.loss_sum, position.images], self.accelerator)
+        train_loss = loss_sum / images
         self._estimate_statistics()
         accuracy = self._validate()
         measured = _measured(accuracy)
+        noise = None
+        progress = 0.0
+        if self.strength_schedule is not None:
+            noise = self.strength_schedule.noise
+            progress = 1 - self.strength_schedule.remaining
         for names in gather_object([position.unreadable]):
             self._list_unreadable(names, "it is left out")
         row: dict[str, Any] = {
             "epoch": position.step // self.epoch_steps,
             "step": position.step,
-            "train_loss": loss_sum / images,
+            "train_loss": train_loss,
             "lr": self._rate(),
             "strength": self._strength(),
-            "noise": None if self.strength_schedule is None else self.strength_schedule.noise,
-            "images_per_second": round(images / max(position.seconds, 1e-9), 1),
+            "noise": noise,
+            "images_per_second": round(self._images_per_second(images), 1),
             "unreadable": len(position.unreadable),
             **measured,
         }
         position.begin_epoch(row)
-        progress = 0.0
-        if self.strength_schedule is not None:
-            progress = 1 - self.strength_schedule.remaining
         is_best = position.note_if_best(row["val_top1"], progress)
         figures = {name: value for name, value in measured.items() if value is not None}
         self.accelerator.log(figures, position.step)

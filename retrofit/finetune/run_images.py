@@ -12,7 +12,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.dataset import TO_VALIDATE, ImageData, has_split, open_images, splits_in
+from retrofit.images.dataset import (
+    TO_VALIDATE,
+    ImageData,
+    evenly_spread,
+    has_split,
+    open_images,
+    splits_in,
+)
 from retrofit.utils.text import shortlist, shown
 
 UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"
@@ -100,16 +107,19 @@ def _open_split(
 
 def _train_split(recipe: Recipe) -> str:
     """Return the split to train on: all of a folder or tar that has no splits."""
-    if has_split(recipe.data_dir, recipe.dataset, recipe.train_split):
-        return recipe.train_split
-    others = splits_in(recipe.data_dir)
+    data_dir = recipe.data_dir
+    dataset = recipe.dataset
+    split = recipe.train_split
     val_split = recipe.val_split
-    if not others and isinstance(val_split, str):
-        others = [name for name in [val_split] if has_split(recipe.data_dir, recipe.dataset, name)]
-    is_default = recipe.train_split == Recipe.model_fields["train_split"].default
-    if is_default and not others:
+    if has_split(data_dir, dataset, split):
+        return split
+    others = splits_in(data_dir)
+    if not others and isinstance(val_split, str) and has_split(data_dir, dataset, val_split):
+        others = [val_split]
+    default = Recipe.model_fields["train_split"].default
+    if split == default and not others:
         return "."
-    problem = f"the data has no split {shown(recipe.train_split)}"
+    problem = f"the data has no split {shown(split)}"
     if others:
         problem += f", but {shortlist(others)}"
     raise UsageError(f"{problem}; give `train_split` the name of one")
@@ -209,9 +219,8 @@ class ImageSubset(Dataset[Any]):
 
         The images of each batch are spread over all images: neighbours may be of one class.
         """
-        count = min(count, len(self))
-        chosen = [position * len(self) // count for position in range(count)]
-        batches = math.ceil(count / batch_size)
+        chosen = evenly_spread(len(self), count)
+        batches = math.ceil(len(chosen) / batch_size)
         for first in range(batches):
             samples = [self[index] for index in chosen[first::batches]]
             readable = [image for image, target in samples if target >= 0]

@@ -105,7 +105,8 @@ def fit_network(
     built_for = network.preprocess.input_size
     _set_image_size(network, recipe)
     present = scores_of(network, built_for)
-    outputs = recipe.num_classes or len(images.names or ()) or present
+    class_names = images.names
+    outputs = recipe.num_classes or len(class_names or ()) or present
     new_tensors: tuple[str, ...] = ()
     if outputs != present:
         if recipe.teacher == "source":
@@ -118,8 +119,8 @@ def fit_network(
     # A new classifier has no labels.
     if recipe.labelled and images.train.contradicts(network.labels):
         note(_taken_by_order(network, images, recipe))
-    if images.names is not None:
-        _set_labels(network, images.names, outputs)
+    if class_names is not None:
+        _set_labels(network, class_names, outputs)
     return network, new_tensors
 
 
@@ -215,11 +216,14 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
         RetrofitError: If the library cannot build it, or does not build the network as it stands.
     """
     plans = surgery.plans_of(network.model)
-    model = surgery.replay(build(with_options(network.source, num_classes=classes)), plans)
+    source = with_options(network.source, num_classes=classes)
+    model = surgery.replay(build(source), plans)
     old = state_tensors(network.model)
     new = state_tensors(model)
     fresh = tuple(name for name in new if name not in old or old[name].shape != new[name].shape)
-    if not old.keys() <= new.keys() or not 0 < len(fresh) <= _MOST_NEW_TENSORS:
+    lost = old.keys() - new.keys()
+    is_classifier = 0 < len(fresh) <= _MOST_NEW_TENSORS
+    if lost or not is_classifier:
         raise RetrofitError(
             f"cannot tell the classifier of {network.source} from the rest; "
             "convert it anew with as many outputs, "

@@ -126,6 +126,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
         RetrofitError: If the disk is full.
     """
     last = folder / _LAST
+    previous = folder / _PREVIOUS
     with atomic_write(last, force=True) as temporary:
         try:
             torch.save({"schema": SCHEMA, **state}, temporary)
@@ -136,7 +137,7 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
         # The former state moves aside only once the new one is on the disk.
         flush(temporary)
         if last.exists():
-            os.replace(last, folder / _PREVIOUS)
+            os.replace(last, previous)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -168,7 +169,8 @@ def random_state() -> dict[str, Any]:
     reads safely.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
-    numpy = (kind, np.asarray(keys).tolist(), *rest)
+    integers = np.asarray(keys).tolist()
+    numpy = (kind, integers, *rest)
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy,

@@ -117,16 +117,22 @@ class StepGate:
         norm = torch.linalg.vector_norm(self._norms)
         self._judge(norm)
         if self._clip:
-            nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip, norm)
+            parameters = self._trained.values()
+            nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
         # The scaler leaves a step out by itself.
-        if self._accelerator.scaler is not None:
+        if self._has_scaler:
             return
-        if self._optimizer.defaults.get("fused"):
+        is_fused = self._optimizer.defaults.get("fused")
+        if is_fused:
             # As GradScaler sets it.
             self._optimizer.found_inf = self._is_faulty.float()  # type: ignore[attr-defined]
             return
         for gradient in gradients.values():
             gradient.masked_fill_(self._is_faulty, 0.0)
+
+    @property
+    def _has_scaler(self) -> bool:
+        return self._accelerator.scaler is not None
 
     @property
     def _is_faulty(self) -> Tensor:
@@ -136,7 +142,7 @@ class StepGate:
         """Note the step's fault by the norm of its gradient, without waiting for the device."""
         # Without a scaler of the loss, the first overflow is a fault.
         overflows_allowed = 0
-        if self._accelerator.scaler is not None:
+        if self._has_scaler:
             overflows_allowed = _HALVINGS
         self._overflows = torch.where(norm.isfinite(), 0, self._overflows + 1)
         fault = torch.where(self._overflows > overflows_allowed, _GRADIENT, _FINITE)

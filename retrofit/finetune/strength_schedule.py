@@ -89,16 +89,18 @@ class StrengthSchedule:
         self._set()
 
     def _set_layers(self, model: nn.Module, noise: float | None) -> None:
-        self._layers = strength_layers(model)
-        if not self._layers:
+        layers = strength_layers(model)
+        if not layers:
             raise RetrofitError("the model holds no converted layer; convert it first")
-        self._strengths = [float(layer.strength) for layer in self._layers]
-        self._noisy = [layer for layer in self._layers if isinstance(layer, NormalityMixin)]
-        if noise and not self._noisy:
+        noisy = [layer for layer in layers if isinstance(layer, NormalityMixin)]
+        if noise and not noisy:
             raise UsageError("`noise` means nothing to these layers, which draw none; leave it out")
-        self._most_noise: float | None = None
         if noise is not None:
-            self._most_noise = check_noise(noise)
+            noise = check_noise(noise)
+        self._layers = layers
+        self._strengths = [float(layer.strength) for layer in layers]
+        self._noisy = noisy
+        self._most_noise = noise
 
     def step(self) -> None:
         """Advance by one step; call this once after every optimizer step."""

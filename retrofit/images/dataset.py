@@ -151,8 +151,9 @@ class ImageData:
         if self.matched != "order" or self.classes is None:
             return ""
         if self.classes != outputs:
-            counts = plural(self.classes, "class"), plural(outputs or 0, "output")
-            problem = "the data has {} and the model {}".format(*counts)
+            classes = plural(self.classes, "class")
+            model_outputs = plural(outputs or 0, "output")
+            problem = f"the data has {classes} and the model {model_outputs}"
         elif self.contradicts(labels):
             classes = shortlist(self.names or ())
             problem = f"the data's classes ({classes}) are not what the model calls its outputs"
@@ -173,13 +174,15 @@ class ImageData:
         Raises:
             RetrofitError: If the class map cannot be read or lacks classes of the data.
         """
-        if self.names is None:
+        names = self.names
+        if names is None:
             return self
         if class_map is not None:
-            return self._mapped_by_file(class_map, self.names)
-        if labels and set(self.names) <= set(labels):
-            outputs = {name: list(labels).index(name) for name in self.names}
-            return self._with_outputs(outputs, "labels", self.names)
+            return self._mapped_by_file(class_map, names)
+        if labels and set(names) <= set(labels):
+            ordered = list(labels)
+            outputs = {name: ordered.index(name) for name in names}
+            return self._with_outputs(outputs, "labels", names)
         return self
 
     def _mapped_by_file(self, class_map: FileName, names: tuple[str, ...]) -> "ImageData":
@@ -274,7 +277,9 @@ def open_images(
     if channels == 3:
         mode = "RGB"
     if dataset == "digits":
-        images = LabelledImages(_digits(split in _TRAIN_NAMES), mode)
+        is_training = split in _TRAIN_NAMES
+        digits = _digits(is_training)
+        images = LabelledImages(digits, mode)
         data = _of_classes(images, "0123456789")
     elif dataset.lower() in _FOLDERS and data_dir is not None:
         data = _of_files(data_dir, split, mode, topmost=bool(dataset))
@@ -392,12 +397,16 @@ def sample_loader(
         return torch.stack(pixels), labels
 
     data.images.transform = create_transform(**preprocess.to_dict())
-    total = len(data.images)
-    count = min(images, total)
-    rows = [row * total // count for row in range(count)]
+    rows = evenly_spread(len(data.images), images)
     # A loader draws a number even without workers: not from the user's generator.
     generator = torch.Generator(torch.get_default_device())
     return DataLoader(Subset(data.images, rows), batch_size, collate_fn=batch, generator=generator)
+
+
+def evenly_spread(total: int, most: int) -> list[int]:
+    """Return the numbers of at most `most` of `total` images, spread evenly."""
+    count = min(most, total)
+    return [position * total // count for position in range(count)]
 
 
 def sample_batches(
