@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from retrofit.errors import RetrofitError
 from retrofit.export.power_operator import POWER
@@ -45,7 +46,7 @@ class Program:
     module: Any
     call: Call
     # The dimensions of `call` that may vary
-    shapes: torch.export.ShapesCollection
+    shapes: ShapesCollection
     # Names of the BatchNorm layers, frozen ones too
     batch_norms: frozenset[str]
     # What each normalization layer has become (see `FoldedLayer`). Layers that are never called are
@@ -54,7 +55,7 @@ class Program:
     # Why the network was not captured; empty if it was
     not_captured: str = ""
 
-    def exported(self) -> torch.export.ExportedProgram:
+    def exported(self) -> ExportedProgram:
         """Capture the module again, as it is now, without the checks of its input."""
         graph = copy.deepcopy(self.module.graph)
         for node in graph.find_nodes(op="call_module", target=GUARDS):
@@ -107,17 +108,17 @@ def capture(
     return program
 
 
-def _varying_shapes(
-    call: Call, any_batch: bool, dynamic_size: bool
-) -> torch.export.ShapesCollection:
-    shapes = torch.export.ShapesCollection()
+def _varying_shapes(call: Call, any_batch: bool, dynamic_size: bool) -> ShapesCollection:
+    shapes = ShapesCollection()
+    samples = call.batch
     for x in call.tensors:
         dims: list[int] = []
         if dynamic_size:
             dims += range(2, x.ndim)
-        if any_batch and x.ndim and len(x) == call.batch:
+        has_batch = x.ndim and len(x) == samples
+        if any_batch and has_batch:
             dims.append(0)
-        shapes[x] = dict.fromkeys(dims, torch.export.Dim.DYNAMIC)
+        shapes[x] = dict.fromkeys(dims, Dim.DYNAMIC)
     return shapes
 
 
@@ -127,14 +128,14 @@ def _put_forms(
     """Let the converted layers of a network compute by their forms, and note in `layers` what each
     normalization becomes when it is called; return the power transforms in the forms.
     """
-    converted = {
-        name: layer for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)
-    }
     powers: list[nn.Module] = []
-    for name, layer in converted.items():
+    for name, layer in net.named_modules():
+        if not isinstance(layer, ConvertedLayer):
+            continue
         is_norm = not isinstance(layer, _NO_NORMS)
+        attributes = vars(layer)
         # Somebody's own forward is another function than the form
-        if "forward" in vars(layer):
+        if "forward" in attributes:
             if is_norm:
                 layers[name] = "kept"
             continue
@@ -144,8 +145,10 @@ def _put_forms(
             form_name = "frozen"
         if not is_norm:
             form_name = ""
-        vars(layer)["forward"] = _FormCall(form, layers, name, form_name).forward
-        powers += [part for part in form.modules() if isinstance(part, inference_forms.TwoBranch)]
+        form_call = _FormCall(form, layers, name, form_name)
+        attributes["forward"] = form_call.forward
+        parts = form.modules()
+        powers += [part for part in parts if isinstance(part, inference_forms.TwoBranch)]
     return powers
 
 
@@ -203,9 +206,9 @@ def _one_node_each(powers: list[Any]) -> Iterator[None]:
 def _exported(
     net: nn.Module,
     call: Call,
-    shapes: torch.export.ShapesCollection,
+    shapes: ShapesCollection,
     functional: bool = False,
-) -> torch.export.ExportedProgram:
+) -> ExportedProgram:
     """Run torch.export; with `functional`, no operation of the program writes to a tensor.
 
     Raises:
@@ -227,7 +230,7 @@ def _exported(
         ) from error
 
 
-def _checked_module(exported: torch.export.ExportedProgram, call: Call) -> fx.GraphModule:
+def _checked_module(exported: ExportedProgram, call: Call) -> fx.GraphModule:
     """Return a captured program as a module that refuses other calls in one line."""
     module: Any = exported.module()
     # They refuse, but the mode of a captured module does not matter

@@ -187,21 +187,30 @@ class CapturedGraph:
         reader, else a new one.
         """
         value = value.float()
-        if replaced is not None and replaced.op == "get_attr" and self._has_one_reader(replaced):
+        if replaced is not None and self._may_be_overwritten(replaced):
             node = replaced
-            owner, _, name = str(node.target).rpartition(".")
-            module = self.module.get_submodule(owner)
-            is_parameter = name in module._parameters
-            setattr(module, name, nn.Parameter(value, False) if is_parameter else value)
+            self._overwrite(node, value)
         else:
-            self._added += 1
-            name = f"_folded_{self._added}"
-            self.module.register_buffer(name, value)
-            with self.graph.inserting_before(before):
-                node = self.graph.get_attr(name)
+            node = self._add_buffer(before, value)
         self._constants[node] = value
         self._readers[_memory(value)] = 1
         return node
+
+    def _may_be_overwritten(self, node: Node) -> bool:
+        return node.op == "get_attr" and self._has_one_reader(node)
+
+    def _overwrite(self, node: Node, value: Tensor) -> None:
+        owner, _, name = str(node.target).rpartition(".")
+        module = self.module.get_submodule(owner)
+        is_parameter = name in module._parameters
+        setattr(module, name, nn.Parameter(value, False) if is_parameter else value)
+
+    def _add_buffer(self, before: Node, value: Tensor) -> Node:
+        self._added += 1
+        name = f"_folded_{self._added}"
+        self.module.register_buffer(name, value)
+        with self.graph.inserting_before(before):
+            return self.graph.get_attr(name)
 
     def _has_one_reader(self, node: Node) -> bool:
         """Return whether one node alone uses a constant."""

@@ -69,12 +69,16 @@ def recognize_affine_maps(graph: CapturedGraph) -> None:
     """
     for node in list(graph.graph.nodes):
         norm = _norm_before(node)
-        recognized = _arithmetic(graph, node) if norm is None else _batch_norm(graph, norm)
+        if norm is None:
+            recognized = _arithmetic(graph, node)
+        else:
+            recognized = _batch_norm(graph, norm)
         if recognized is None:
             continue
         x, affine = recognized
-        if layer_of(node) in graph.batch_norms:
-            graph.layers.setdefault(layer_of(node), "affine")
+        name = layer_of(node)
+        if name in graph.batch_norms:
+            graph.layers.setdefault(name, "affine")
         graph.replace(node, graph.insert(node, x, affine))
         if norm is not None and not norm.users:
             graph.erase(norm)
@@ -185,20 +189,19 @@ def merge_whitenings(graph: CapturedGraph) -> None:
     layers = [node for node in graph.graph.nodes if node.target in LINEAR]
     for node in layers:
         producer: Any = node.args[0]
-        if producer.target not in LINEAR or users_of(producer) != [node]:
+        layer = graph.linear(producer)
+        if layer is None or users_of(producer) != [node]:
             continue
         if _channel_dim(producer) != _channel_dim(node):
             continue
-        layer = graph.linear(producer)
         matrix = _point_matrix(graph, node)
-        if layer is None or matrix is None:
+        if matrix is None:
             continue
         merged = layer.then_groups(matrix)
         if merged is None:
             continue
         graph.set_linear(producer, merged)
-        if graph.layers.get(layer_of(node)) == "group convolution":
-            graph.layers[layer_of(node)] = "folded"
+        _note_folded(graph, layer_of(node), "group convolution")
         graph.replace(node, producer)
 
 
@@ -251,13 +254,15 @@ def lower_affine_maps(graph: CapturedGraph) -> None:
         else:
             unfolded |= affine.layers
             graph.set_module(node, affine.lowered())
-    _note_folded(graph, graph.mapped_layers - unfolded)
+    folded = graph.mapped_layers - unfolded
+    for name in folded:
+        _note_folded(graph, name, "affine")
 
 
-def _note_folded(graph: CapturedGraph, names: set[str]) -> None:
-    for name in names:
-        if graph.layers.get(name) == "affine":
-            graph.layers[name] = "folded"
+def _note_folded(graph: CapturedGraph, name: str, form: str) -> None:
+    """Note that a layer, if it has become this form, is folded."""
+    if graph.layers.get(name) == form:
+        graph.layers[name] = "folded"
 
 
 def remove_unused(graph: CapturedGraph) -> None:

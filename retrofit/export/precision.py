@@ -45,24 +45,36 @@ def narrowed(
     Raises:
         RetrofitError: If ONNX Runtime cannot convert the model, or values overflow float16.
     """
-    tolerance = request.tolerance or TOLERANCES[request.precision]
+    precision = request.precision
+    tolerance = request.tolerance or TOLERANCES[precision]
     reference = Reference(request.network, request.unseen, tolerance=tolerance)
     accept = "or raise `tolerance` if you can accept that"
-    if request.precision == "int8":
-        size = request.batch or CALIBRATED_AT_ONCE
-        batches = [images for call in request.fitted for images in call.args[0].split(size)]
+    if precision == "int8":
+        batches = _calibration_batches(request)
         narrow = to_int8(model, batches)
-        check = Check(reference, f"bake the network first, give other images, {accept}")
+        advice = f"bake the network first, give other images, {accept}"
     else:
-        check = Check(reference, f"use `fold='exact'`, keep float32, {accept}")
-        rounded = reference.compare(HalfRun(exported.module()))
-        if rounded.differs:
-            claim = "float16, which ends at 65504, differs from PyTorch"
-            raise ComparisonError(rounded, claim, check.advice)
+        advice = f"use `fold='exact'`, keep float32, {accept}"
+        _refuse_overflow(exported, reference, advice)
         narrow = to_float16(model)
     narrow.producer_name = model.producer_name
     narrow.producer_version = model.producer_version
-    return narrow, check
+    return narrow, Check(reference, advice)
+
+
+def _calibration_batches(request: Request) -> list[Tensor]:
+    size = request.batch or CALIBRATED_AT_ONCE
+    return [images for call in request.fitted for images in call.args[0].split(size)]
+
+
+def _refuse_overflow(
+    exported: torch.export.ExportedProgram, reference: Reference, advice: str
+) -> None:
+    """Raise ComparisonError if operations that return float16 change the outputs too much."""
+    rounded = reference.compare(HalfRun(exported.module()))
+    if rounded.differs:
+        claim = "float16, which ends at 65504, differs from PyTorch"
+        raise ComparisonError(rounded, claim, advice)
 
 
 def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:
@@ -105,8 +117,7 @@ def _nodes_in_float(graph: onnx.GraphProto) -> list[str]:
     normalization, and products but those with a depthwise convolution of size 1, which
     `Polynomial.to_convolutions` makes.
     """
-    constants = {tensor.name for tensor in graph.initializer}
-    constants |= {node.output[0] for node in graph.node if node.op_type == "Constant"}
+    constants = _names_of_constants(graph)
     steps = _polynomial_steps(graph)
     users = _operators_that_take(graph)
 
@@ -121,6 +132,11 @@ def _nodes_in_float(graph: onnx.GraphProto) -> list[str]:
         return False
 
     return [node.name for node in graph.node if stays(node)]
+
+
+def _names_of_constants(graph: onnx.GraphProto) -> set[str]:
+    names = {tensor.name for tensor in graph.initializer}
+    return names | {node.output[0] for node in graph.node if node.op_type == "Constant"}
 
 
 def _operators_that_take(graph: onnx.GraphProto) -> dict[str, set[str]]:
@@ -159,18 +175,22 @@ def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    constants = {tensor.name for tensor in model.graph.initializer}
+    graph = model.graph
+    constants = {tensor.name for tensor in graph.initializer}
     # The converter would take the constants for some in float16
-    for value in [value for value in model.graph.value_info if value.name in constants]:
-        model.graph.value_info.remove(value)
+    for value in list(graph.value_info):
+        if value.name in constants:
+            graph.value_info.remove(value)
     with reported("the model cannot be converted to float16"):
         half = convert_float_to_float16(model, keep_io_types=True)
+        nodes = half.graph.node
         outputs: set[str] = set()
-        for node in list(half.graph.node):
+        for node in list(nodes):
+            output = node.output[0]
             # It casts a value for each node that reads it, under one name
-            if node.output[0] in outputs:
-                half.graph.node.remove(node)
-            outputs.add(node.output[0])
+            if output in outputs:
+                nodes.remove(node)
+            outputs.add(output)
         ordered = onnx_ir.from_proto(half)
         # It appends its casts
         ordered.graph.sort()

@@ -117,34 +117,40 @@ class Request:
         return calls
 
     def _check_batch(self, call: Call) -> None:
-        assert self.batch is not None
-        if self.inputs is not None and call.batch != self.batch:
+        batch = self.batch
+        assert batch is not None
+        if self.inputs is not None and call.batch != batch:
             raise UsageError(
-                f"`inputs` are {call.batch} samples, `batch` says {self.batch}; make them the same"
+                f"`inputs` are {call.batch} samples, `batch` says {batch}; make them the same"
             )
-        size = sum(tensor.nbytes for tensor in call.tensors) * self.batch // max(1, call.batch)
+        call_size = sum(tensor.nbytes for tensor in call.tensors)
+        size = call_size * batch // max(1, call.batch)
         if size > _LARGEST_BATCH:
             raise UsageError(
-                f"`batch={self.batch}` samples take {size / 2**30:.3g} GiB before anything is "
-                "computed of them; give fewer"
+                f"`batch={batch}` samples take {size / 2**30:.3g} GiB before anything is computed "
+                "of them; give fewer"
             )
 
     def _check_size_of_images(self) -> None:
-        sample = self.sample
-        fixed = sample
-        if self.dynamic_size:
-            fixed = sample[:1]
-        shapes = {tuple(image.shape) for image in self.images}
-        are_right = all(
-            len(shape) == len(sample) and shape[: len(fixed)] == fixed for shape in shapes
+        shapes = sorted({tuple(image.shape) for image in self.images})
+        if not shapes:
+            return
+        are_of_one_size = len(shapes) == 1
+        if are_of_one_size and self._takes(shapes[0]):
+            return
+        sizes = ("N", *self.sample)
+        expected = ", ".join(map(str, sizes))
+        got = " and ".join(map(str, shapes))
+        raise UsageError(
+            f"`calibrate` takes batches of images of one size, ({expected}); got images of {got}"
         )
-        if len(shapes) > 1 or not are_right:
-            expected = ", ".join(str(size) for size in ("N", *sample))
-            got = " and ".join(map(str, sorted(shapes)))
-            raise UsageError(
-                f"`calibrate` takes batches of images of one size, ({expected}); got images of "
-                f"{got}"
-            )
+
+    def _takes(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the captured network takes images of a shape, (C, *)."""
+        sample = self.sample
+        if self.dynamic_size:
+            return len(shape) == len(sample) and shape[:1] == sample[:1]
+        return shape == sample
 
     @property
     def captured(self) -> Call:

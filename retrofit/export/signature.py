@@ -110,8 +110,9 @@ class Signature:
         """Raise RetrofitError if a call passes other arguments."""
         if torch.compiler.is_compiling():
             return
-        if set(kwargs) == set(self.keywords):
-            kwargs = {name: kwargs[name] for name in self.keywords}
+        keywords = self.keywords
+        if set(kwargs) == set(keywords):
+            kwargs = {name: kwargs[name] for name in keywords}
         _, structure = tree_flatten((args, kwargs))
         if structure != self.structure:
             known = ", ".join(f"`{name}`" for name in self.names)

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from retrofit.errors import RetrofitError
-from retrofit.networks.load_weights import Tensors, under_prefix, weight_names
+from retrofit.networks.load_weights import Tensors, under_prefix, weights_beside
 from retrofit.utils.files import ensure_readable
 from retrofit.utils.text import one_line, printable, shortlist
 
 # Where training scripts put the weights, the averaged ones first (timm.models.load_state_dict's
-# order).
-_NESTS = ("state_dict_ema", "model_ema", "state_dict", "model")
+# order); last, the top of the file.
+_NESTS = ("state_dict_ema", "model_ema", "state_dict", "model", "")
 # Levels of a file in which weights are looked for.
 _DEPTH = 3
 # Times that a file's content may be larger than the file: torch compresses nothing.
@@ -88,12 +88,13 @@ def read_checkpoint(path: str | Path, key: str | None = None) -> Checkpoint:
     nest, prefix = _choose(sets, key, path)
     tensors = sets[nest]
     _check_dense(file, tensors)
-    _check_growth(file, sum(tensor.nbytes for tensor in tensors.values()))
+    unpacked = sum(tensor.nbytes for tensor in tensors.values())
+    _check_growth(file, unpacked)
     return Checkpoint(
         tensors=under_prefix(prefix, tensors),
         key=f"{nest}.{prefix}".strip("."),
         others=tuple(other for other in sets if other not in ("", nest)),
-        left_out=tuple(weight_names(name for name in tensors if not name.startswith(prefix))),
+        left_out=tuple(weights_beside(prefix, tensors)),
     )
 
 
@@ -146,7 +147,8 @@ def _unpickled(file: Path) -> Any:
         if zipped:
             # Before torch unpacks it.
             with zipfile.ZipFile(file) as archive:
-                _check_growth(file, sum(entry.file_size for entry in archive.infolist()))
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+                _check_growth(file, unpacked)
         with warnings.catch_warnings(action="ignore"), _objects_ignored():
             return torch.load(file, map_location="cpu", weights_only=True)
     except RetrofitError:
@@ -236,11 +238,12 @@ def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:
 
 def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> tuple[str, str]:
     """Return the nest of the weights to take, and the prefix of their names if the key is one."""
-    usual = [nest for nest in (*_NESTS, "") if nest in sets]
+    usual = [nest for nest in _NESTS if nest in sets]
     if not usual and len(sets) == 1:
         usual = [*sets]
     if key is not None:
-        return _chosen_by_key(sets, key.strip("."), (*usual[:1], *sets), path)
+        nests = (*usual[:1], *sets)
+        return _chosen_by_key(sets, key, nests, path)
     if not usual:
         raise RetrofitError(
             f"{path} holds several sets of weights ({_listed(sets)}); choose with "
@@ -253,6 +256,7 @@ def _chosen_by_key(
     sets: Mapping[str, Tensors], key: str, nests: Iterable[str], path: str | Path
 ) -> tuple[str, str]:
     """Return the nest that a key names, or the first that holds names with the key as prefix."""
+    key = key.strip(".")
     if key in sets:
         return key, ""
     for nest in nests:

@@ -106,10 +106,14 @@ def under_prefix(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
     }
 
 
+def weights_beside(prefix: str, tensors: Tensors) -> Names:
+    """Return the names of weights that do not have a prefix."""
+    return weight_names(name for name in tensors if not name.startswith(prefix))
+
+
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     incompatible = _load_fitting(model, state)
-    absent = incompatible.missing + incompatible.unfit
-    takes_nothing = len(absent) == len(weight_names(incompatible.ours))
+    takes_nothing = len(incompatible.absent) == len(weight_names(incompatible.ours))
     if incompatible and (takes_nothing or not partial):
         raise RetrofitError(
             f"the checkpoint does not fit this {type(model).__name__}: {incompatible}"
@@ -122,7 +126,7 @@ def _load_fitting(model: nn.Module, state: Tensors) -> "_IncompatibleTensors":
     ours = state_tensors(model)
     state = _without_wrappers(ours, state)
     prefix = _prefix(ours, state)
-    beside = weight_names(name for name in state if not name.startswith(prefix))
+    beside = weights_beside(prefix, state)
     state = _translated(model, under_prefix(prefix, state))
     shared = [name for name in ours if name in state]
     unfit = [name for name in shared if not _alike(ours[name], state[name], name)]
@@ -194,11 +198,17 @@ class _IncompatibleTensors:
         tensors = list_misfit(self.ours, self.theirs, self.missing, self.unexpected, self.unfit)
         return f"{tensors}; {self._hint()}"
 
+    @property
+    def absent(self) -> Names:
+        """The network's tensors for which the checkpoint holds none that fits."""
+        return self.missing + self.unfit
+
     def accepted(self) -> Loaded:
         """Return what was loaded, where the user takes what fits."""
-        loaded = Loaded(self.unexpected + self.unfit, self.missing + self.unfit)
+        loaded = Loaded(self.unexpected + self.unfit, self.absent)
         if loaded.left_random:
-            warning = f"of the network's {len(weight_names(self.ours))} tensors are left RANDOM"
+            total = len(weight_names(self.ours))
+            warning = f"of the network's {total} tensors are left RANDOM"
             loaded.warnings.append(_partial(loaded.left_random, warning))
         if loaded.left_out:
             loaded.warnings.append(
@@ -210,12 +220,12 @@ class _IncompatibleTensors:
         size_hint = self._size_hint()
         if size_hint:
             return size_hint
-        if self.key_prefix and not self.missing and not self.unfit:
+        if self.key_prefix and not self.absent:
             key = printable(self.key_prefix.strip("."), 64)
             return f"pass `checkpoint_key={key!r}` to take what is under it and no more"
         if _order_problem(self.ours, self.theirs) is None:
             return "all tensors pair up in order and shape: pass `match='order'`"
-        if 2 * len(self.missing + self.unfit) <= len(self.ours):
+        if 2 * len(self.absent) <= len(self.ours):
             return "pass `checkpoint_partial=True` to take what fits"
         return "check which network the checkpoint is of"
 
@@ -256,13 +266,11 @@ def _prefix(ours: Tensors, state: Tensors) -> str:
     Two prefixes that fit equally well are refused: the file holds two sets of weights.
     """
     weights = set(weight_names(ours))
-    counts: Counter[str] = Counter()
-    for name in state:
-        parts = name.split(".")
-        tails = (".".join(parts[length:]) for length in range(min(_PARTS, len(parts))))
-        counts.update(name.removesuffix(tail) for tail in tails if tail in weights)
+    counts = _count_prefixes(weights, state)
     best = max(counts.values(), default=0)
-    if counts[""] == best or 2 * best < len(weights):
+    if counts[""] == best:
+        return ""
+    if 2 * best < len(weights):
         return ""
     fitting = [prefix for prefix, count in counts.items() if count == best]
     if len(fitting) > 1:
@@ -272,6 +280,16 @@ def _prefix(ours: Tensors, state: Tensors) -> str:
             f"with `checkpoint_key={key!r}`"
         )
     return fitting[0]
+
+
+def _count_prefixes(weights: set[str], names: Iterable[str]) -> Counter[str]:
+    """Count the names that are a prefix and the name of a weight, by prefix."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        tails = (".".join(parts[length:]) for length in range(min(_PARTS, len(parts))))
+        counts.update(name.removesuffix(tail) for tail in tails if tail in weights)
+    return counts
 
 
 def _alike(ours: Tensor, theirs: Tensor, name: str) -> bool:
@@ -284,9 +302,11 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     then.
     """
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if convert is None:
+        return state
     ours = state_tensors(model)
     fitting = _count_fitting(ours, state)
-    if convert is None or fitting == len(ours) == len(state):
+    if fitting == len(ours) == len(state):
         return state
     try:
         with torch.no_grad():

@@ -36,7 +36,8 @@ def parse(text: str) -> ModelSource:
     """
     if text.startswith(PREFIX):
         name = text.removeprefix(PREFIX)
-        own_networks.named_builders[name] = own_networks.imported(name)
+        builder = own_networks.imported(name)
+        own_networks.named_builders[name] = builder
         return ModelSource("own", name)
     torchvision_names = list_models()
     prefix, rest = split_prefix(text)
@@ -46,12 +47,15 @@ def parse(text: str) -> ModelSource:
         return _local_source(rest)
     if prefix in ("tv", "torchvision") and rest in torchvision_names:
         return ModelSource("torchvision", rest)
-    if (source := _timm_name(text)) is not None:
+    source = _timm_name(text)
+    if source is not None:
         return source
     if text in torchvision_names:
         return ModelSource("torchvision", text)
-    names = [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)]
-    raise _unknown(text, text.partition(".")[0], names)
+    prefixed_names = [f"tv:{name}" for name in torchvision_names]
+    base = text.partition(".")[0]
+    names = timm.list_models() + prefixed_names
+    raise _unknown(text, base, names)
 
 
 def _local_source(folder: str) -> ModelSource:
@@ -294,8 +298,9 @@ def _builder_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {
         name: cfg[name] for name in ("num_classes", "global_pool") if cfg.get(name) is not None
     }
-    if cfg.get("input_size"):
-        arguments["in_chans"] = cfg["input_size"][0]
+    input_size = cfg.get("input_size")
+    if input_size:
+        arguments["in_chans"] = input_size[0]
         if cfg.get("fixed_input_size"):
-            arguments["img_size"] = list(cfg["input_size"][1:])
+            arguments["img_size"] = list(input_size[1:])
     return arguments

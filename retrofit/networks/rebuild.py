@@ -88,10 +88,12 @@ def bounded_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
                 "file"
             )
 
-    kinds = ("parameter", "buffer", "module")
-    with hooked(
-        getattr(hooks, f"register_module_{kind}_registration_hook")(count) for kind in kinds
-    ):
+    registrations = (
+        hooks.register_module_parameter_registration_hook,
+        hooks.register_module_buffer_registration_hook,
+        hooks.register_module_module_registration_hook,
+    )
+    with hooked(register(count) for register in registrations):
         yield
 
 

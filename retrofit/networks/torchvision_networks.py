@@ -13,6 +13,10 @@ from torchvision.models import WeightsEnum, get_model, get_model_builder, get_mo
 from retrofit.record import ModelSource, Preprocess
 from retrofit.utils.forward_pass import replaced
 
+# The sides of images that are resized and then cropped, where weights say nothing.
+_RESIZED = 256
+_CROPPED = 224
+
 
 def build(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
     """Build a network, and return its source with the name of the weights that shaped it.
@@ -21,20 +25,26 @@ def build(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource
         source: The builder's name and arguments.
         pretrained: Whether to fetch the weights; else only the structure is theirs.
     """
+    name = source.name
     kwargs = dict(source.kwargs)
-    name = kwargs.pop("weights", "DEFAULT" if pretrained else None)
+    usual_weights = None
+    if pretrained:
+        usual_weights = "DEFAULT"
+    weights_name = kwargs.pop("weights", usual_weights)
     weights = None
-    if name is not None:
-        weights = get_model_weights(source.name)[name]
+    if weights_name is not None:
+        weights = get_model_weights(name)[weights_name]
+    builder = get_model_builder(name)
+    parameters = signature(builder).parameters
     trained_backbone = False
-    if "weights_backbone" in signature(get_model_builder(source.name)).parameters:
+    if "weights_backbone" in parameters:
         trained_backbone = kwargs.pop("trained_backbone", False)
         kwargs["weights_backbone"] = "DEFAULT" if trained_backbone else None
     structure_only = not pretrained and (weights is not None or trained_backbone)
     with ExitStack() as stack:
         if structure_only:
             stack.enter_context(_nothing_loaded(weights, kwargs.get("num_classes")))
-        model = get_model(source.name, weights=weights, **kwargs)
+        model = get_model(name, weights=weights, **kwargs)
     if weights is not None:
         source = replace(source, kwargs={**source.kwargs, "weights": weights.name})
     return model, source
@@ -63,10 +73,10 @@ def preprocess_of(source: ModelSource) -> Preprocess:
     """Return the preprocessing of a network's weights; the usual one where it has none."""
     transforms = _transforms_of(source)
     crop = getattr(transforms, "crop_size", None)
-    resize = getattr(transforms, "resize_size", None) or [224 * 8 // 7]
+    resize = getattr(transforms, "resize_size", None) or [_RESIZED]
     if not crop:
         # What is only resized is not cropped.
-        crop = [224]
+        crop = [_CROPPED]
         if hasattr(transforms, "resize_size"):
             crop = resize
     interpolation = getattr(transforms, "interpolation", None)

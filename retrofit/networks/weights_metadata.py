@@ -28,8 +28,9 @@ def preprocess_of(model: nn.Module, source: ModelSource) -> Preprocess:
         usual = torchvision_networks.preprocess_of(source)
     else:
         usual = _timms_preprocess(model, source)
-    channels = source.kwargs.get("in_chans", usual.input_size[0])
-    sides = source.kwargs.get("img_size", source.kwargs.get("image_size")) or usual.input_size[1:]
+    kwargs = source.kwargs
+    channels = kwargs.get("in_chans", usual.input_size[0])
+    sides = kwargs.get("img_size", kwargs.get("image_size")) or usual.input_size[1:]
     if isinstance(sides, int):
         sides = (sides, sides)
     height, width = sides

@@ -183,8 +183,10 @@ def _largest_difference(
     scales = _scales_of([tensors for _, tensors in expected])
     largest = 0.0
     for call, tensors in expected:
-        gaps = map(largest_gap, tensors, outputs_of(module, call, fits))
-        largest = max(largest, *map(_share, gaps, scales))
+        outputs = outputs_of(module, call, fits)
+        gaps = map(largest_gap, tensors, outputs)
+        shares = map(_share, gaps, scales)
+        largest = max(largest, *shares)
         if largest > limit:
             break
     return largest
@@ -265,7 +267,7 @@ def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[No
     """
     chosen = {node: candidates[0] for node, candidates in options.items()}
     while True:
-        fits = {node: option.fit for node, option in chosen.items() if option.fit is not None}
+        fits = _fits_of(chosen)
         if not fits:
             return
         yield fits
@@ -276,6 +278,10 @@ def allocations(options: Mapping[Node, Sequence[Candidate]]) -> Iterator[dict[No
         while _total_error(chosen) > error / _FALL:
             node, option = _most_effective_step(chosen, options)
             chosen[node] = option
+
+
+def _fits_of(chosen: Mapping[Node, Candidate]) -> dict[Node, Replacement]:
+    return {node: option.fit for node, option in chosen.items() if option.fit is not None}
 
 
 def _total_error(chosen: Mapping[Node, Candidate]) -> float:

@@ -162,17 +162,21 @@ class PolynomialFitter:
         others.
         """
         coefficients = self._coefficients(degree)
-        explained = (coefficients * self.products[..., :degree]).sum(-1)
+        products = self.products[..., :degree]
+        explained = (coefficients * products).sum(-1)
         # The squared error is what is not explained.
         best = explained.argmax(0)
         channels = torch.arange(len(best), device=best.device)
-        polynomial = Polynomial(coefficients[best, channels].T.contiguous())
+        chosen = (best, channels)
+        chosen_coefficients = coefficients[chosen].T.contiguous()
+        polynomial = Polynomial(chosen_coefficients)
+        bounds = limits(self.limit, 1.0)
         fit = Replacement(
             "polynomial",
             degree,
-            scale=self.scales[best, channels],
-            shift=self.shifts[best, channels],
-            parts=[limits(self.limit, 1.0), polynomial],
+            scale=self.scales[chosen],
+            shift=self.shifts[chosen],
+            parts=[bounds, polynomial],
             has_activation=self.limit == 0,
         )
         return self.function.measured(fit)
