@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from retrofit.errors import RetrofitError
 from retrofit.record import check_size
-from retrofit.utils.forward_pass import autocast, memory_advice
+from retrofit.utils.forward_pass import autocast, memory_advice, standard_normal
 from retrofit.utils.onnx_runtimes import Runtime, metadata, open_onnx
 
 Mode = Literal["eval", "train"]
@@ -192,7 +192,8 @@ def _file_step(path: Path, runtime: Runtime, batch_size: int, threads: int | Non
         raise RetrofitError(
             f"{path} does not say which images it takes; write it by `retrofit export`"
         ) from None
-    pixels = np.random.default_rng(0).standard_normal((batch_size, *size), dtype=np.float32)
+    generator = np.random.default_rng(0)
+    pixels = generator.standard_normal((batch_size, *size), dtype=np.float32)
     run = open_onnx(path, runtime, shape=pixels.shape, threads=threads, advice="export it again")
     return partial(run, pixels)
 
@@ -210,22 +211,29 @@ def _in_turns(
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in turns:
         for name, step in steps.items():
-            _synchronize(device)
-            start = time.perf_counter()
-            step()
-            _synchronize(device)
-            times[name].append(time.perf_counter() - start)
+            seconds = _seconds_of(step, device)
+            times[name].append(seconds)
         if progress is not None:
             progress(turn, total)
     *_, reference = times.values()
-    spreads: dict[str, tuple[Spread, Spread | None]] = {}
-    for name, seconds in times.items():
-        ratio = None
-        if seconds is not reference:
-            ratios = map(operator.truediv, seconds, reference)
-            ratio = Spread.of(list(ratios))
-        spreads[name] = (Spread.of(seconds), ratio)
-    return spreads
+    return {
+        name: (Spread.of(seconds), _ratio_to(reference, seconds)) for name, seconds in times.items()
+    }
+
+
+def _ratio_to(reference: list[float], seconds: list[float]) -> Spread | None:
+    if seconds is reference:
+        return None
+    ratios = map(operator.truediv, seconds, reference)
+    return Spread.of(list(ratios))
+
+
+def _seconds_of(step: Step, device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    step()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def _step(
@@ -239,7 +247,7 @@ def _step(
     model.train(mode == "train")
     shape = (setting.batch_size, *size)
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    pixels = standard_normal(shape, generator)
     pixels = pixels.to(setting.device).contiguous(memory_format=layout)
     run: Callable[[Tensor], Any] = model
     if setting.compile:
@@ -280,8 +288,10 @@ def _train(
     if not isinstance(answer, Tensor):
         scores = answer[0]
     images, classes = scores.shape
-    labels = torch.arange(images, device=scores.device) % classes
-    F.cross_entropy(scores.float(), labels).backward()
+    positions = torch.arange(images, device=scores.device)
+    labels = positions % classes
+    loss = F.cross_entropy(scores.float(), labels)
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return answer
@@ -304,11 +314,14 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    memory_profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _silent(), memory_profile as recorded:
         work()
     events: Any = recorded.profiler.kineto_results.events()
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    in_order = sorted(events, key=lambda event: event.start_ns())
+    alive = 0
+    peak = 0
+    for event in in_order:
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)

@@ -108,5 +108,6 @@ def _annotation(known: Option) -> str:
     if known.kind is not str:
         types = [known.kind.__name__]
     if known.words:
-        types.append(f"Literal[{', '.join(map(repr, known.words))}]")
+        words = ", ".join(map(repr, known.words))
+        types.append(f"Literal[{words}]")
     return " | ".join([*types, "None"])

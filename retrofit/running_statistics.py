@@ -64,13 +64,16 @@ def update_bn(
         return 0
     reached: list[Any] = []
     with _restored_unless_in(reached, layers), modes_kept(model), _momenta_kept(model):
-        swa_utils.update_bn(loader, model, None if device is None else torch.device(device))
+        if device is not None:
+            device = torch.device(device)
+        swa_utils.update_bn(loader, model, device)
         new = [layer for layer in layers if layer.num_batches_tracked > 0]
         if not new:
             raise RetrofitError(
                 "the loader held no batch to estimate statistics from; give it data"
             )
-        if not all(buffer.isfinite().all() for layer in new for buffer in layer.buffers()):
+        finite = [buffer.isfinite().all() for layer in new for buffer in layer.buffers()]
+        if not all(finite):
             raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
         reached += new
     return len(reached)

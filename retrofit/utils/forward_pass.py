@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.utils.output_tensors import shape_or_class
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import printable, with_class
 
@@ -98,11 +99,12 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
         RetrofitError: If a batch holds NaN or infinity, of which a fit would be wrong without a
             word.
     """
-    single = isinstance(batches, Tensor) or not isinstance(batches, Iterable)
-    for number, batch in enumerate([batches] if single else batches, 1):
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        batches = [batches]
+    for number, batch in enumerate(batches, 1):
         images = input_of(batch)
         if not isinstance(images, Tensor) or images.ndim < 2:
-            kind = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            kind = shape_or_class(images)
             raise UsageError(
                 f"`{name}` takes batches of images, tensors (N, C, H, W); batch {number} is {kind}"
             )
@@ -248,6 +250,11 @@ def other_random_states_kept() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def standard_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return random numbers in float32 on the CPU, the same ones whatever torch's defaults are."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:

@@ -43,6 +43,13 @@ def _held_by(output: Any) -> Iterable[Any]:
     return ()
 
 
+def shape_or_class(output: Any) -> object:
+    """Return the shape of a tensor, or the name of another object's class, for messages."""
+    if isinstance(output, Tensor):
+        return tuple(output.shape)
+    return type(output).__name__
+
+
 def largest_gap(ours: Tensor, theirs: Tensor) -> float:
     """Return the largest absolute difference of two tensors.
 

@@ -18,23 +18,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+Undo = Callable[[], Any]
+"""Puts back what was remembered."""
+
+Reader = Callable[[list[Any]], Iterable[Any]]
+"""Returns the values that objects of one class hold, in a fixed order."""
+
 # What stands for a name or a slot that holds nothing.
 ABSENT = object()
 
 
-def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
+def tensor_restorer(tensor: Tensor, written: bool) -> Undo:
     """Remember a tensor: its class, its gradient, where its values lie, and, if they may be
     written to, the values, on the CPU.
     """
     cls = type(tensor)
     put_class_back = class_restorer(tensor)
     trained = tensor.requires_grad
-    gradient = tensor.grad if tensor.is_leaf else None
+    gradient = None
+    if tensor.is_leaf:
+        gradient = tensor.grad
     memory = tensor.data
     # What another library makes of a tensor, a shard or a quantized one, is its own to keep.
     ordinary = cls in (Tensor, nn.Parameter) and memory.layout == torch.strided
-    copied = written and ordinary and not memory.is_meta
-    values = memory.to("cpu", copy=True) if copied else None
+    values = None
+    if written and ordinary and not memory.is_meta:
+        values = memory.to("cpu", copy=True)
 
     def restore() -> None:
         put_class_back()
@@ -44,7 +53,10 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Callable[[], None]:
             tensor.requires_grad_(trained)
         if tensor.is_leaf and tensor.grad is not gradient:
             tensor.grad = gradient
-        if values is not None and not torch.equal(memory.to("cpu"), values):
+        if values is None:
+            return
+        values_now = memory.to("cpu")
+        if not torch.equal(values_now, values):
             with torch.inference_mode(memory.is_inference()):
                 memory.copy_(values)
 
@@ -64,7 +76,7 @@ def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
     return *placement, tensor.shape, tensor.stride(), address
 
 
-def class_restorer(value: Any) -> Callable[[], None]:
+def class_restorer(value: Any) -> Undo:
     """Remember the class of an object."""
     cls = type(value)
 
@@ -75,15 +87,17 @@ def class_restorer(value: Any) -> Callable[[], None]:
     return restore
 
 
-def content_restorer(container: Any) -> Callable[[], None]:
+def content_restorer(container: Any) -> Undo:
     """Remember what a container holds, in its order."""
     cls = container_class(container)
+    read = READERS[cls]
     size = len(container)
-    items = [*READERS[cls]([container])]
+    items = [*read([container])]
 
     def restore() -> None:
-        unchanged = len(container) == size
-        if unchanged and all(map(operator.is_, READERS[cls]([container]), items)):
+        same_size = len(container) == size
+        items_now = read([container])
+        if same_size and _are_same(items_now, items):
             return
         if isinstance(container, list | bytearray):
             # A bytearray that a view shows cannot be emptied.
@@ -91,13 +105,20 @@ def content_restorer(container: Any) -> Callable[[], None]:
             return
         cls.clear(container)
         if isinstance(container, dict):
-            cls.update(container, zip(items[:size], items[size:], strict=True))
+            keys = items[:size]
+            values = items[size:]
+            cls.update(container, zip(keys, values, strict=True))
         elif isinstance(container, set):
             cls.update(container, items)
         else:
             cls.extend(container, items)
 
     return restore
+
+
+def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether the values are the same objects, one by one."""
+    return all(map(operator.is_, values, others))
 
 
 def container_class(container: Any) -> Any:
@@ -110,17 +131,17 @@ class RestoreGroup:
     them differs.
 
     Args:
-        read: Returns the values that they hold, in a fixed order.
+        read: Returns the values that they hold.
     """
 
-    def __init__(self, read: Callable[[list[Any]], Iterable[Any]]) -> None:
+    def __init__(self, read: Reader) -> None:
         self._read = read
         self._holders: list[Any] = []
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Undo] = []
         self._held: list[Any] = []
         self._sizes: list[int] = []
 
-    def add(self, holder: Any, undo: Callable[[], Any]) -> None:
+    def add(self, holder: Any, undo: Undo) -> None:
         """Add a holder, and what puts back what it holds."""
         self._holders.append(holder)
         self._undo.append(undo)
@@ -133,13 +154,13 @@ class RestoreGroup:
     def restore(self) -> None:
         """Put back what they held."""
         same_sizes = [*map(len, self._holders)] == self._sizes
-        if same_sizes and all(map(operator.is_, self._read(self._holders), self._held)):
+        if same_sizes and _are_same(self._read(self._holders), self._held):
             return
         for undo in self._undo:
             undo()
 
 
-def _read_dicts(cls: Any) -> Callable[[list[Any]], Iterable[Any]]:
+def _read_dicts(cls: Any) -> Reader:
     """Return the function that reads the keys, then the values, of dicts of a class."""
 
     def read(dicts: list[Any]) -> Iterable[Any]:
@@ -159,7 +180,7 @@ def read_globals(holders: list[Any]) -> Iterable[Any]:
     return (namespace.get(name, ABSENT) for namespace, name in holders)
 
 
-READERS: dict[Any, Callable[[list[Any]], Iterable[Any]]] = {
+READERS: dict[Any, Reader] = {
     OrderedDict: _read_dicts(OrderedDict),
     dict: _read_dicts(dict),
     **dict.fromkeys((list, set, deque, bytearray), chain.from_iterable),
@@ -167,33 +188,28 @@ READERS: dict[Any, Callable[[list[Any]], Iterable[Any]]] = {
 """The functions that read what containers hold, by class; a subclass of dict comes before dict."""
 
 
-def generator_restorer(generator: torch.Generator) -> Callable[[], Any]:
-    """Remember the state of torch's generator."""
+def generator_restorer(generator: Any) -> Undo:
+    """Remember the state of torch's generator, or of NumPy's generator of old."""
     return functools.partial(generator.set_state, generator.get_state())
 
 
-def random_restorer(generator: random.Random) -> Callable[[], Any]:
+def random_restorer(generator: random.Random) -> Undo:
     """Remember the state of Python's generator."""
     return functools.partial(generator.setstate, generator.getstate())
 
 
-def legacy_generator_restorer(generator: np.random.RandomState) -> Callable[[], Any]:
-    """Remember the state of NumPy's generator of old."""
-    return functools.partial(generator.set_state, generator.get_state())
-
-
-def numpy_generator_restorer(generator: np.random.Generator) -> Callable[[], Any]:
+def numpy_generator_restorer(generator: np.random.Generator) -> Undo:
     """Remember the state of NumPy's generator."""
     bits = generator.bit_generator
     return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
 
 
-def array_restorer(array: Any) -> Callable[[], Any]:
+def array_restorer(array: Any) -> Undo:
     """Remember the values of an array."""
     return functools.partial(np.copyto, array, array.copy())
 
 
-def numbers_restorer(numbers: Any) -> Callable[[], Any]:
+def numbers_restorer(numbers: Any) -> Undo:
     """Remember the numbers of an array of Python's, which may have grown."""
     return functools.partial(numbers.__setitem__, slice(None), numbers[:])
 
@@ -207,22 +223,23 @@ def attributes_of(cls: type) -> dict[str, Any]:
     }
 
 
-def attributes_restorer(cls: type) -> Callable[[], None]:
+def attributes_restorer(cls: type) -> Undo:
     """Remember the attributes of a class."""
     attributes = attributes_of(cls)
 
     def restore() -> None:
-        for name in attributes_of(cls).keys() | attributes.keys():
-            value = attributes.get(name, ABSENT)
-            if value is ABSENT:
-                type.__delattr__(cls, name)
-            elif vars(cls).get(name, ABSENT) is not value:
+        attributes_now = attributes_of(cls)
+        new_names = attributes_now.keys() - attributes.keys()
+        for name in new_names:
+            type.__delattr__(cls, name)
+        for name, value in attributes.items():
+            if attributes_now.get(name, ABSENT) is not value:
                 type.__setattr__(cls, name, value)
 
     return restore
 
 
-def global_restorer(namespace: dict[str, Any], name: str) -> Callable[[], None]:
+def global_restorer(namespace: dict[str, Any], name: str) -> Undo:
     """Remember a global, or that there is none of that name."""
     value = namespace.get(name, ABSENT)
 
@@ -246,7 +263,7 @@ def slot_content(slot: Any, value: Any) -> Any:
         return ABSENT
 
 
-def slot_restorer(value: Any, slot: Any) -> Callable[[], None]:
+def slot_restorer(value: Any, slot: Any) -> Undo:
     """Remember what a slot of an object, or a cell of a closure, holds."""
     content = slot_content(slot, value)
 

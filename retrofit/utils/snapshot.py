@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import (
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.utils import restorers
-from retrofit.utils.restorers import ABSENT, READERS, RestoreGroup
+from retrofit.utils.restorers import ABSENT, READERS, RestoreGroup, Undo
 
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), ModuleType),
@@ -38,6 +38,13 @@ _FOREIGN = sys.stdlib_module_names | {
 }
 # Modules of the standard library whose objects are containers.
 _CONTAINERS = ("argparse", "collections", "queue", "types", "weakref", "_weakrefset")
+
+
+_Visitor = Callable[[Any], Iterable[Any]]
+"""Remembers a value, and returns the values that it holds."""
+
+_Put = Callable[[Any], Any]
+"""Puts a value in the place of another."""
 
 
 @contextmanager
@@ -74,7 +81,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, unwritten: Iterable[Tensor] = ()) -> None:
         self._unwritten = {id(tensor) for tensor in unwritten}
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Undo] = []
         # There are thousands of these: all of a class are compared at once.
         self._contents = {cls: RestoreGroup(read) for cls, read in READERS.items()}
         self._attributes = RestoreGroup(restorers.read_classes)
@@ -82,13 +89,13 @@ class Snapshot:
         self._groups = [*self._contents.values(), self._attributes, self._variables]
         self._packages = _packages_of(model) - _FOREIGN
         # Cached functions, and what puts another in the place of each.
-        self._caches: list[tuple[Any, Callable[[Any], Any]]] = []
+        self._caches: list[tuple[Any, _Put]] = []
         # Names of globals that are remembered, by the `id` of their namespace.
-        self._globals: dict[int, set[str]] = {}
+        self._globals: dict[int, set[str]] = defaultdict(set)
         # All values that were looked at, by `id`. An `id` stays unique while its value is held.
         self._reached: dict[int, Any] = {}
         # By a value's class, the method that remembers it and returns the values that it holds.
-        self._visitors: dict[type, Callable[[Any], Iterable[Any]]] = {}
+        self._visitors: dict[type, _Visitor] = {}
         self._remember_all(model)
         for group in self._groups:
             group.remember()
@@ -97,13 +104,15 @@ class Snapshot:
         pending: list[Any] = [model]
         while pending:
             value = pending.pop()
-            if id(value) in self._reached:
+            key = id(value)
+            if key in self._reached:
                 continue
-            self._reached[id(value)] = value
+            self._reached[key] = value
             cls = type(value)
             if cls not in self._visitors:
                 self._visitors[cls] = self._visitor_for(cls)
-            pending += self._visitors[cls](value)
+            visit = self._visitors[cls]
+            pending += visit(value)
 
     def empty_caches(self) -> None:
         """Put an empty cache in place of each cached function, the same one in all its places."""
@@ -124,14 +133,14 @@ class Snapshot:
             for group in self._groups:
                 group.restore()
 
-    def _visitor_for(self, cls: type) -> Callable[[Any], Iterable[Any]]:
-        visitors: list[tuple[Any, Callable[[Any], Iterable[Any]]]] = [
+    def _visitor_for(self, cls: type) -> _Visitor:
+        visitors: list[tuple[Any, _Visitor]] = [
             (_ATOMS, lambda _: ()),
             (Tensor, self._remember_tensor),
             (torch.Generator, self._remember_state(restorers.generator_restorer)),
             (random.Random, self._remember_state(restorers.random_restorer)),
             (np.random.Generator, self._remember_state(restorers.numpy_generator_restorer)),
-            (np.random.RandomState, self._remember_state(restorers.legacy_generator_restorer)),
+            (np.random.RandomState, self._remember_state(restorers.generator_restorer)),
             (np.ndarray, self._remember_array),
             (array.array, self._remember_state(restorers.numbers_restorer)),
             (memoryview, lambda view: (view.obj,)),
@@ -151,9 +160,7 @@ class Snapshot:
         ]
         return next(visitor for classes, visitor in visitors if issubclass(cls, classes))
 
-    def _remember_state(
-        self, restorer: Callable[[Any], Callable[[], Any]]
-    ) -> Callable[[Any], Iterable[Any]]:
+    def _remember_state(self, restorer: Callable[[Any], Undo]) -> _Visitor:
         """Remember what holds nothing else: `restorer` returns what puts a value's state back."""
 
         def remember(value: Any) -> Iterable[Any]:
@@ -228,9 +235,7 @@ class Snapshot:
         elif isinstance(attribute, property):
             self._note_wrapped(attribute.fget, put, attribute.getter)
 
-    def _note_wrapped(
-        self, function: Any, put: Callable[[Any], Any], wrap: Callable[[Any], Any]
-    ) -> None:
+    def _note_wrapped(self, function: Any, put: _Put, wrap: Callable[[Any], Any]) -> None:
         self._note_cache(function, lambda other: put(wrap(other)))
 
     def _remember_function(self, function: FunctionType) -> Iterable[Any]:
@@ -253,17 +258,20 @@ class Snapshot:
             held += self._remember_slot(cell, CellType.cell_contents)
         return held
 
-    def _remember_globals(self, namespace: dict[str, Any], names: Iterable[str]) -> list[Any]:
-        remembered = self._globals.setdefault(id(namespace), set())
-        new_names = [name for name in names if name not in remembered]
-        remembered.update(new_names)
+    def _remember_globals(self, namespace: dict[str, Any], names: set[str]) -> list[Any]:
+        remembered = self._globals[id(namespace)]
+        new_names = names - remembered
+        remembered |= new_names
         held = []
         for name in new_names:
-            self._variables.add((namespace, name), restorers.global_restorer(namespace, name))
-            if name in namespace:
-                value = namespace[name]
-                self._note_cache(value, functools.partial(namespace.__setitem__, name))
-                held.append(value)
+            undo = restorers.global_restorer(namespace, name)
+            self._variables.add((namespace, name), undo)
+            if name not in namespace:
+                continue
+            value = namespace[name]
+            put = functools.partial(namespace.__setitem__, name)
+            self._note_cache(value, put)
+            held.append(value)
         return held
 
     def _remember_slot(self, value: Any, slot: Any) -> list[Any]:
@@ -273,7 +281,7 @@ class Snapshot:
         self._undo.append(restorers.slot_restorer(value, slot))
         return [] if content is ABSENT else [content]
 
-    def _note_cache(self, value: Any, put: Callable[[Any], Any]) -> None:
+    def _note_cache(self, value: Any, put: _Put) -> None:
         if isinstance(value, _CACHE) and _home(value) in self._packages:
             self._caches.append((value, put))
 
