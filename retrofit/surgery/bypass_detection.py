@@ -35,8 +35,11 @@ def refuse_bypassed(model: nn.Module, call: Call, sources: Mapping[str, str]) ->
         RetrofitError: If an operation takes a tensor of such a layer, and of no other module, and
             nothing calls the layer.
     """
-    layers = {name: model.get_submodule(name) for name in sources}
-    layers = {n: layer for n, layer in layers.items() if not isinstance(layer, FrozenBatchNorm)}
+    layers = {}
+    for name in sources:
+        layer = model.get_submodule(name)
+        if not isinstance(layer, FrozenBatchNorm):
+            layers[name] = layer
     called: set[str] = set()
     hooks = (
         layer.register_forward_pre_hook(partial(_note_call, called, name))
@@ -50,10 +53,10 @@ def refuse_bypassed(model: nn.Module, call: Call, sources: Mapping[str, str]) ->
     except AttributeError:
         watch.read.update(layers)
     for name in sorted(watch.read - called):
-        layer = type(layers[name]).__name__
+        label = type(layers[name]).__name__
         raise RetrofitError(
             f"in evaluation the network computes with the tensors of {name} and does not call it: "
-            f"this code takes {layer} for a {sources[name]}, which it is at strength 0 at most; "
+            f"this code takes {label} for a {sources[name]}, which it is at strength 0 at most; "
             "call the layer, or keep it with `skip`"
         )
 

@@ -158,8 +158,9 @@ class _Conversion:
             self.network, inputs, input_size, layers=names, images=images, whole=whole
         )
         shapes = None
-        if self._run.reference is not None:
-            shapes = self._run.reference.shapes
+        reference = self._run.reference
+        if reference is not None:
+            shapes = reference.shapes
             proved = proved_on_shapes(self._norms, shapes)
             if proved != self._norms:
                 self._norms = proved
@@ -169,11 +170,12 @@ class _Conversion:
 
     def execute(self, check: bool, strength: float | None) -> None:
         """Convert and compare; whatever is raised leaves the network as it was."""
-        with unchanged_on_failure(self.network, self._norms):
+        norms = self._norms
+        with unchanged_on_failure(self.network, norms):
             self.converted, self.report = execute(
-                self._plan, self.converter, self.network, self._norms, self._sites
+                self._plan, self.converter, self.network, norms, self._sites
             )
-            self._add_notes(*self._functions, *_notes_on_earlier(self._norms))
+            self._add_notes(*self._functions, *_notes_on_earlier(norms))
             self._note_uncalled()
             if check:
                 self._check()
@@ -243,14 +245,15 @@ class _Conversion:
 
     def _count_agreement(self) -> None:
         """Add to the report for how many images the prediction stays the same at strength 1."""
-        if self._run.predictions is None:
+        predictions = self._run.predictions
+        if predictions is None:
             return
         for layer in self._new_layers():
             layer.set_strength(1.0)
-        share = self._run.predictions.compare(self.converted).top1_agreement
+        share = predictions.compare(self.converted).top1_agreement
         if share is None:
             return
-        images = sum(self._run.predictions.batches)
+        images = sum(predictions.batches)
         same = round(share * images)
         self.report = replace(self.report, agreement={"images": images, "same": same})
 
@@ -292,8 +295,11 @@ def _notes_on_earlier(norms: Sequence[NormLayer]) -> list[str]:
     values = [layer.stored_strength for layer in layers if not layer._code.is_meta]
     if not values:
         return []
-    span = " to ".join(f"{value:g}" for value in sorted({min(values), max(values)}))
-    keep = "keeps its" if len(values) == 1 else "keep their"
+    ends = sorted({min(values), max(values)})
+    span = " to ".join(f"{value:g}" for value in ends)
+    keep = "keep their"
+    if len(values) == 1:
+        keep = "keeps its"
     return [
         f"{plural(len(values), 'layer')} converted before {keep} strength, {span}; `strength` sets "
         "the new ones alone"

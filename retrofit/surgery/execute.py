@@ -53,7 +53,8 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
             return model, report
         if part is network:
             return converted, report
-        for name, module in list(network.named_modules(remove_duplicate=False)):
+        modules = network.named_modules(remove_duplicate=False)
+        for name, module in list(modules):
             if module is part:
                 network.set_submodule(name, converted)
         return model, report
@@ -74,11 +75,14 @@ def _check_layers(plan: Plan, norms: Sequence[NormLayer]) -> None:
     """Refuse a plan for layers of other names or classes."""
     planned = {row.name: row.source for row in plan.layers}
     actual = {norm.name: norm.label for norm in norms}
-    for name in {**planned, **actual}:
-        if planned.get(name) != actual.get(name):
+    names = {**planned, **actual}
+    for name in names:
+        planned_class = planned.get(name, "absent")
+        actual_class = actual.get(name, "absent")
+        if planned_class != actual_class:
             raise RetrofitError(
-                f"the plan was made for another model: {name!r} is {planned.get(name, 'absent')} "
-                f"in the plan and {actual.get(name, 'absent')} here; make a new plan"
+                f"the plan was made for another model: {name!r} is {planned_class} in the plan "
+                f"and {actual_class} here; make a new plan"
             )
 
 
@@ -113,12 +117,12 @@ def execute(
     layers = {norm.name: norm for norm in norms}
     rows = [row for row in plan.converted if not converter.converts_in_place(layers[row.name])]
     built = _build(converter, rows, layers, device)
-    for row in rows:
-        new = built[layers[row.name].module]
-        if not row.name:
-            model = new
+    sources = {row.name: layers[row.name].module for row in rows}
+    for name, source in sources.items():
+        if not name:
+            model = built[source]
         else:
-            model.set_submodule(row.name, new)
+            model.set_submodule(name, built[source])
     _have_proxies_follow(model, built)
     converted = set(built.values())
     bypass_guards.keep_transformer_off_its_fast_path(model, converted)
@@ -129,7 +133,7 @@ def execute(
         bypass_guards.refuse_fusing(model, converted),
         bypass_guards.stop_packing_of_masked_tokens(model, converted),
     ]
-    bypass_guards.refuse_calls_of_sources({row.name: layers[row.name].module for row in rows})
+    bypass_guards.refuse_calls_of_sources(sources)
     strength = None
     if converter.has_strength and device.type != "meta":
         strength = 0.0

@@ -69,13 +69,13 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardizes nothing"),
 )
 
-_BASES: tuple[tuple[type[nn.Module], str], ...] = (
-    (nn.modules.batchnorm._BatchNorm, "bn"),
-    (nn.modules.instancenorm._InstanceNorm, "in"),
-    (_NormBase, "bn"),
-    (nn.LayerNorm, "ln"),
-    (nn.GroupNorm, "gn"),
-)
+_BASES: dict[type[nn.Module], str] = {
+    nn.modules.batchnorm._BatchNorm: "bn",
+    nn.modules.instancenorm._InstanceNorm: "in",
+    _NormBase: "bn",
+    nn.LayerNorm: "ln",
+    nn.GroupNorm: "gn",
+}
 _NAMED_NORM = re.compile(r"(Norm|BN|EvoNorm\w*)(_?\d?[dD])?(NoBias|Act|Fp32|\d[dD])*$")
 
 
@@ -120,6 +120,15 @@ class NormLayer:
             return self.module
         return self.formula.layer(self.module)
 
+    def proved(self, formula: Formula) -> "NormLayer":
+        """Return the layer as one of the known class that it is proved to compute."""
+        path = formula.class_path
+        return replace(self, class_path=path, family=KNOWN[path], formula=formula)
+
+    def unsupported(self, reason: str) -> "NormLayer":
+        """Return the layer as one that no converter takes."""
+        return replace(self, status="unsupported", reason=reason)
+
     def row(
         self, status: Status, reason: str = "", target: str | None = None, **options: Any
     ) -> LayerRow:
@@ -163,14 +172,12 @@ def _proved_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
         return norm
     formula = proved_formula(norm.module, KNOWN, shapes)
     if isinstance(formula, Formula):
-        return replace(
-            norm, class_path=formula.class_path, family=KNOWN[formula.class_path], formula=formula
-        )
+        return norm.proved(formula)
     reason = (
         f"it is {norm.known_class} on random inputs, but not on those of the shape that the "
         "network gives it"
     )
-    return replace(norm, status="unsupported", reason=reason)
+    return norm.unsupported(reason)
 
 
 def inside_parametrizations(model: nn.Module) -> set[nn.Module]:
@@ -189,24 +196,25 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     class_path = full_name(type(module))
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, class_path, None, "kept", "already converted")
-    if class_path not in KNOWN and not _is_normalization(module):
+    is_known = class_path in KNOWN
+    if not (is_known or _is_normalization(module)):
         return None
     family = KNOWN.get(class_path) or _likely_family(module)
+    norm = NormLayer(name, module, class_path, family, "known")
     reason = _unsupported_class(module) or _why_not_as_its_class(module)
     if reason:
-        return NormLayer(name, module, class_path, family, "unsupported", reason)
-    if class_path in KNOWN:
-        return NormLayer(name, module, class_path, family, "known")
-    base = _base_of(module)
+        return norm.unsupported(reason)
+    if is_known:
+        return norm
     formula = proved_formula(module, KNOWN)
     if isinstance(formula, Formula):
-        return NormLayer(
-            name, module, formula.class_path, KNOWN[formula.class_path], "known", formula=formula
-        )
+        return norm.proved(formula)
     reason = f"no converter knows {class_path}"
+    base = _base_of(module)
     if base is not None:
-        reason = f"derived from {base[0]}, and {formula}"
-    return NormLayer(name, module, class_path, family, "unsupported", reason)
+        base_name = base.__name__.lstrip("_")
+        reason = f"derived from {base_name}, and {formula}"
+    return norm.unsupported(reason)
 
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
@@ -243,12 +251,9 @@ def _is_normalization(module: nn.Module) -> bool:
     return not any(classify("", child) for child in list(module.modules())[1:])
 
 
-def _base_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return the name and the family of torch's class that a module is derived from."""
-    for base, family in _BASES:
-        if isinstance(module, base):
-            return base.__name__.lstrip("_"), family
-    return None
+def _base_of(module: nn.Module) -> type[nn.Module] | None:
+    """Return torch's class that a module is derived from."""
+    return next((base for base in _BASES if isinstance(module, base)), None)
 
 
 def _unsupported_class(module: nn.Module) -> str:
@@ -267,7 +272,7 @@ def _likely_family(module: nn.Module) -> str | None:
     """Return the family that a layer of an unknown class seems to be of, for what people read."""
     base = _base_of(module)
     if base is not None:
-        return base[1]
+        return _BASES[base]
     if _is_unsupported_of_a_library(module) or "running_var" not in module._buffers:
         return None
     if any(True for _ in module.parameters(recurse=False)):

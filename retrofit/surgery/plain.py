@@ -80,16 +80,19 @@ def plain(
 
 def _refuse_unless_plain(model: nn.Module) -> None:
     """Refuse a network with a layer that no plain layer computes."""
-    problems = {name: _problem(layer) for name, layer in model.named_modules()}
-    problems = {name: problem for name, problem in problems.items() if problem}
+    problems = []
+    for name, layer in model.named_modules():
+        problem = _problem(layer)
+        if problem:
+            label = name or "the model"
+            problems.append((label, problem))
     if not problems:
         return
-    name, problem = next(iter(problems.items()))
+    label, problem = problems[0]
     others = len(problems) - 1
     more = ""
     if others:
         more = f" (and {plural(others, 'more layer')})"
-    label = name or "the model"
     raise RetrofitError(f"no layer of torch or timm computes what {label} does{more}: {problem}")
 
 
@@ -117,18 +120,23 @@ def plain_counterpart(layer: nn.Module) -> nn.Module | None:
 
     None for layers that are not converted; a RetrofitError if there is no such layer.
     """
-    if not isinstance(layer, ConvertedLayer) or isinstance(layer, PlainAffine):
+    if not isinstance(layer, ConvertedLayer):
+        return None
+    # These are what plain networks hold.
+    if isinstance(layer, PlainAffine):
         return None
     owner: Any = layer
     with torch.no_grad():
         constants, new = owner.plain_layer()
         if constants is None:
             return new
-        scale, shift = (value.to(owner.running_mean.dtype) for value in constants)
+        dtype = owner.running_mean.dtype
+        scale, shift = (value.to(dtype) for value in constants)
+        affine = ConstantAffine(scale, shift)
         children = {"norm": new}
         if type(new) is nn.Sequential:
             children = dict(new.named_children())
-        return nn.Sequential(OrderedDict(affine=ConstantAffine(scale, shift), **children))
+        return nn.Sequential(OrderedDict(affine=affine, **children))
 
 
 def _problem(layer: nn.Module) -> str:
@@ -155,20 +163,25 @@ def _fold_into_feeder(layer: ConvertedLayer, feeder: Any) -> nn.Module:
     what is left.
     """
     affine = layer.affine_map()
-    new: nn.Module = named_sequence(OrderedDict(), layer)
-    # Only a part of the layer is an affine map: group normalization comes behind it, and stays.
     if affine is None:
+        # Only a part of the layer is an affine map: group normalization comes behind it, and stays.
         affine, new = layer.plain_layer()
-    assert affine is not None
-    bias = feeder.bias
+        assert affine is not None
+    else:
+        new = named_sequence(OrderedDict(), layer)
     transposed = isinstance(feeder, _ConvTransposeNd)
-    convolution = LinearMap.of(feeder.weight, bias, getattr(feeder, "groups", 1), transposed)
+    convolution = LinearMap.of(feeder.weight, feeder.bias, feeder.groups, transposed)
     moved = convolution.then(*affine)
-    feeder.weight.copy_(moved.torch_weight())
-    if bias is not None:
-        feeder.bias.copy_(moved.bias)
-    elif moved.bias is not None:
-        feeder.bias = nn.Parameter(
-            moved.bias.to(feeder.weight.dtype), requires_grad=feeder.weight.requires_grad
-        )
+    _set_linear(feeder, moved)
     return new
+
+
+def _set_linear(conv: Any, linear: LinearMap) -> None:
+    """Give a convolution the weight and bias of a map."""
+    weight = conv.weight
+    weight.copy_(linear.torch_weight())
+    if conv.bias is not None:
+        conv.bias.copy_(linear.bias)
+    elif linear.bias is not None:
+        bias = linear.bias.to(weight.dtype)
+        conv.bias = nn.Parameter(bias, requires_grad=weight.requires_grad)

@@ -246,7 +246,9 @@ class Report:
         if self.check is not None:
             figures = self.check.to_dict()
             shown = ("max_abs_diff", "scale", "tolerance", "passed")
-            values["check"] = {**{name: figures[name] for name in shown}, "identity": self.identity}
+            check = {name: figures[name] for name in shown}
+            check["identity"] = self.identity
+            values["check"] = check
         if self.agreement is not None:
             values["agreement"] = self.agreement
         if self.change is not None:

@@ -207,7 +207,8 @@ def _nothing_to_convert(
     rules: _Rules, norms: Sequence[NormLayer], functions: Sequence[str], plan: Plan
 ) -> str:
     """Say why nothing would be converted, and what to do instead."""
-    families = " or ".join(FAMILIES[family] for family in sorted(rules.families))
+    names = [FAMILIES[family] for family in sorted(rules.families)]
+    families = " or ".join(names)
     sources = f"{plan.to} converts {families} layers"
     if not norms:
         called = "".join(f"; {sentence}" for sentence in functions)
@@ -215,16 +216,21 @@ def _nothing_to_convert(
             f"{sources}, and this model has no normalization layer at all{called}; choose another "
             "model"
         )
-    counts = Counter(norm.label for norm in norms).most_common()
-    held = ", ".join(f"{count} {label}" for label, count in counts)
+    held = _counts_of_classes(norms)
     usual = _usual_target(rules, norms, plan.to)
     if usual is not None:
         return f"{sources}, of which this model has none (it holds {held}); try `to={usual!r}`"
-    reasons = "; ".join(dict.fromkeys(row.reason for row in plan.layers if row.reason))
+    reasons = [row.reason for row in plan.layers if row.reason]
+    why = "; ".join(dict.fromkeys(reasons))
     return (
-        f"nothing to convert to {plan.to} (the model holds {held}): {reasons}; `retrofit inspect "
+        f"nothing to convert to {plan.to} (the model holds {held}): {why}; `retrofit inspect "
         "MODEL` lists them"
     )
+
+
+def _counts_of_classes(norms: Sequence[NormLayer]) -> str:
+    counts = Counter(norm.label for norm in norms)
+    return ", ".join(f"{count} {label}" for label, count in counts.most_common())
 
 
 def _usual_target(rules: _Rules, norms: Sequence[NormLayer], to: str) -> str | None:

@@ -9,6 +9,7 @@ from dis import Instruction
 from types import CodeType
 
 from torch import fx, nn
+from torch.nn.modules.conv import _ConvNd
 
 from retrofit.graph import recognition
 from retrofit.graph.dataflow import Flow, Flows
@@ -89,11 +90,11 @@ def _feeder(flow: Flow, norm: fx.Node) -> nn.Module | None:
     while node is not None and len(flow.consumers(node)) == 1:
         module = flow.modules.get(node)
         if not isinstance(module, nn.Identity):
-            if not isinstance(module, nn.modules.conv._ConvNd):
+            if not isinstance(module, _ConvNd):
                 return None
             if not recognition.is_plain_affine(module):
                 return None
-            if any(_has_other_paths(flow, call) for call in (norm, node)):
+            if _has_other_paths(flow, norm) or _has_other_paths(flow, node):
                 return None
             return module
         node = flow.producer(node)
@@ -128,7 +129,8 @@ def _arguments_down_to(code: CodeType, cls: type) -> list[inspect.Parameter] | N
         function = inspect.unwrap(method)
         if not inspect.isfunction(function):
             return None
-        arguments += list(inspect.signature(method).parameters.values())[1:]
+        parameters = list(inspect.signature(method).parameters.values())
+        arguments += parameters[1:]
         if function.__code__ is code:
             return arguments
     return None
@@ -146,11 +148,12 @@ def _mentioned(conv: nn.Module, method: CodeType, above: set[nn.Module]) -> bool
     named = _names_of(conv, above)
     for owner in above:
         for function in methods_of(type(owner)):
+            code = function.__code__
             is_setup = any(word in function.__name__ for word in _SETTING_UP)
-            if is_setup or function.__code__ == method:
+            if is_setup or code == method:
                 continue
             for name, module in named:
-                if _uses(function.__code__, name, owner, module, calls=module is not conv):
+                if _uses(code, name, owner, module, calls=module is not conv):
                     return True
     return False
 

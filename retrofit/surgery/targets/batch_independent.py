@@ -192,7 +192,9 @@ class BatchIndependentConverter(Converter):
         settled: dict[str, Any] = {"num_groups": groups, "eps": eps}
         if self._drops_shift(layer, options, sites):
             settled["bias"] = False
-        cls = MigratedGroupNormAct if hasattr(module, "act") else MigratedGroupNorm
+        cls = MigratedGroupNorm
+        if hasattr(module, "act"):
+            cls = MigratedGroupNormAct
         return layer.row("converted", reason, cls.__name__, **settled)
 
     def _drops_shift(self, layer: NormLayer, options: ConversionOptions, sites: Sites) -> bool:
