@@ -48,11 +48,13 @@ def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
     first, second = dims
     if dim == first:
         return int(second)
-    if dim == second and both_ways:
+    if not both_ways:
+        return None
+    if dim == second:
         return int(first)
     # The rank is unknown: 3 and -1 may be one dimension. Counted from the same end, they differ.
     signs = {each < 0 for each in (first, second, dim)}
-    if both_ways and len(signs) == 1:
+    if len(signs) == 1:
         return dim
     return None
 

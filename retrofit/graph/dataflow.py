@@ -266,15 +266,18 @@ class Flow:
             Each consumer, and the dimension of the channels in its input.
         """
         for user in self.consumers(node):
-            moved: int | None = dim
-            keeps_rank = same_rank
-            if self.steps[user] != "same":
-                moved = moved_channels(user, dim)
-                keeps_rank = same_rank and call_name(user) not in RESHAPINGS
-            if moved is None or not (keeps_rank or moved in (1, -1)):
+            if self.steps[user] == "same":
+                yield from self.channels_after(user, dim, same_rank)
+                continue
+            moved = moved_channels(user, dim)
+            if moved is None:
                 yield user, dim
-            else:
+                continue
+            keeps_rank = same_rank and call_name(user) not in RESHAPINGS
+            if keeps_rank or moved in (1, -1):
                 yield from self.channels_after(user, moved, keeps_rank)
+            else:
+                yield user, dim
 
     def norm_before(self, node: fx.Node) -> fx.Node | None:
         """The call of the norm whose output an activation takes, channel by channel."""
@@ -321,10 +324,15 @@ class Flow:
         users = self.after(node)
         if len(users) == 1:
             return users[0]
-        gated = [user for user in users if self.steps[user] == "product"]
-        are_pooled = all(self.steps[user] in ("product", "pool") for user in users)
-        if len(gated) == 1 and are_pooled:
-            return gated[0]
+        products = []
+        for user in users:
+            step = self.steps[user]
+            if step == "product":
+                products.append(user)
+            elif step != "pool":
+                return None
+        if len(products) == 1:
+            return products[0]
         return None
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:

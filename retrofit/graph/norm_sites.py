@@ -116,11 +116,16 @@ def find_sites(
     changed. A site says what holds on all paths.
     """
     search = _Search(model, is_norm)
-    sites = {place: search.site(place) for place in search.norms if is_norm(place.target)}
+    sites = {}
+    for place in search.norms:
+        if is_norm(place.target):
+            sites[place] = search.site(place)
     order = list(search.names.values())
+    in_order = sorted(sites.values(), key=lambda site: (order.index(site.norm), site.call_index))
+    unmatched = list(search.unmatched(sites))
     return Sites(
-        sites=sorted(sites.values(), key=lambda site: (order.index(site.norm), site.call_index)),
-        unmatched=list(search.unmatched(sites)),
+        sites=in_order,
+        unmatched=unmatched,
         uncovered=search.uncovered(sites),
         untraced=search.untraced(),
     )
@@ -155,15 +160,19 @@ class _Search(Flows):
         ends = []
         if not has_unknown_activation:
             ends = self._ends(place, activation)
+        last_before_pool = any(flow.reaches_final_pool(node) for flow, node in ends)
+        calls = self.norms[place]
+        in_squeeze_excite = any(flow.in_squeeze_excite(node) for flow, node in calls)
+        places = self._places_of(norm)
         return Site(
             norm=self.names[norm],
             owner_type=type(place.owner).__name__,
-            call_index=self._places_of(norm).index(place),
-            call_count=self.call_counts[norm],
+            call_index=places.index(place),
+            call_count=len(places),
             activation=activation,
             reason=reason,
-            last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
-            in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in self.norms[place]),
+            last_before_pool=last_before_pool,
+            in_squeeze_excite=in_squeeze_excite,
         )
 
     def _places_of(self, norm: Any) -> list[Place]:
@@ -223,21 +232,12 @@ class _Search(Flows):
             takers = ", ".join(flow.describe(user) for user, _ in users)
             return None, 1, f"output used {len(users)} times: {takers}".rstrip(": ")
         user, dim = users[0]
-        step = flow.steps[user]
-        words = flow.describe(user)
-        if step == "output":
-            output = "model output"
-            if flow.name:
-                output = f"output of {flow.name}, which is traced on its own"
-            return None, 1, output
-        if step == "addition":
-            return None, 1, "residual addition"
-        if step != "activation" or flow.norm_before(user) is not norm_node:
-            return None, 1, f"feeds {words}"
-        if flow.is_gate(user):
-            return None, 1, f"feeds a gate: {words}"
+        reason = _why_not_activated(flow, norm_node, user)
+        if reason:
+            return None, 1, reason
         channel_dim = _first_or_last(dim, flow.modules[norm_node])
         if channel_dim is None:
+            words = flow.describe(user)
             return None, 1, f"feeds {words}, with the channels in dimension {dim}"
         return flow.places[user], channel_dim, ""
 
@@ -371,9 +371,10 @@ class _Search(Flows):
         modules = {name: module for module, name in self.names.items()}
         while name:
             name, _, _ = name.rpartition(".")
-            reason = self._why_not_inside(modules[name])
+            holder = modules[name]
+            reason = self._why_not_inside(holder)
             if reason:
-                return f"{self.label(modules[name])} {reason}"
+                return f"{self.label(holder)} {reason}"
         return "never called by the model's forward"
 
     def _why_not_inside(self, holder: nn.Module) -> str:
@@ -393,6 +394,23 @@ def _norm_place_before(flow: Flow, node: fx.Node) -> Place | None:
     if norm_node is None:
         return None
     return flow.places[norm_node]
+
+
+def _why_not_activated(flow: Flow, norm_node: fx.Node, user: fx.Node) -> str:
+    """Why the only user of a norm's output is no activation for it; empty if it is one."""
+    step = flow.steps[user]
+    words = flow.describe(user)
+    if step == "output":
+        if flow.name:
+            return f"output of {flow.name}, which is traced on its own"
+        return "model output"
+    if step == "addition":
+        return "residual addition"
+    if step != "activation" or flow.norm_before(user) is not norm_node:
+        return f"feeds {words}"
+    if flow.is_gate(user):
+        return f"feeds a gate: {words}"
+    return ""
 
 
 def _call_in(code: CodeType | None, flow: Flow, norm_node: fx.Node) -> Place | None:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -245,25 +245,35 @@ def function_module(node: fx.Node) -> nn.Module | None:
     """A fresh module that does what a functional or method call of an activation does, never in
     place; None where `node` is no such call, or its other arguments are no constants.
     """
-    if node.op not in ("call_function", "call_method") or not (node.args or "input" in node.kwargs):
+    is_call = node.op in ("call_function", "call_method")
+    has_input = bool(node.args) or "input" in node.kwargs
+    if not is_call or not has_input:
         return None
     if node.target in _CLAMPS:
         return _clamp_module(node)
     cls = _module_class(node.target)
     if cls is None:
         return None
-    names = inspect.signature(cls).parameters
-    options = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
-    options = {name: value for name, value in options.items() if name not in ("input", "inplace")}
-    if any(isinstance(value, fx.Node) for value in options.values()):
+    signature = inspect.signature(cls)
+    options = _options(node, signature.parameters)
+    options.pop("inplace", None)
+    depends_on_values = any(isinstance(option, fx.Node) for option in options.values())
+    if depends_on_values:
         return None
     module: nn.Module = cls(**options)
     return module
 
 
+def _options(node: fx.Node, names: Iterable[str]) -> dict[str, Any]:
+    """The arguments of a call behind its input, by name: `names` are in the order of positions."""
+    options = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
+    options.pop("input", None)
+    return options
+
+
 def _clamp_module(node: fx.Node) -> nn.Module | None:
     """The module that clamps as a call does; None where its bounds are no two constants."""
-    bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
+    bounds = _options(node, ("min", "max"))
     match bounds.get("min"), bounds.get("max"):
         case 0, None:
             return nn.ReLU()

@@ -62,17 +62,27 @@ def replace_activation(model: nn.Module, site: Site, module: nn.Module, suffix: 
     """
     act = site.activation
     assert act is not None
-    if act.kind == "module":
+    kind = act.kind
+    if kind == "module":
         replace_module(model, act.name, module)
-    elif act.kind == "fused":
+    elif kind == "fused":
         model.set_submodule(act.name, module)
     else:
-        child = f"{site.norm.removeprefix(f'{act.owner}.').replace('.', '_')}_{suffix}"
-        if site.call_count > 1:
-            child += f"_{site.call_index}"
-        block: Any = model.get_submodule(act.owner)
-        for name, value in _changes(block, act, child, module).items():
+        owner = act.owner
+        block: Any = model.get_submodule(owner)
+        child = _child_name(site, owner, suffix)
+        changes = _changes(block, act, child, module)
+        for name, value in changes.items():
             setattr(block, name, value)
+
+
+def _child_name(site: Site, owner: str, suffix: str) -> str:
+    """The name of the child of a block that takes an activation's place."""
+    norm_in_block = site.norm.removeprefix(f"{owner}.")
+    name = norm_in_block.replace(".", "_")
+    if site.call_count > 1:
+        return f"{name}_{suffix}_{site.call_index}"
+    return f"{name}_{suffix}"
 
 
 def rewrite_problem(model: nn.Module, act: Activation | None) -> str:
@@ -122,13 +132,13 @@ def _edited_class(
 def _edit_of(base: Any, act: Activation, code: CodeType, at: tuple[int, int], child: str) -> _Edit:
     assert act.place is not None
     target = act.place.target
-    function = inspect.getattr_static(base, code.co_name, None)
+    current = _code_of(base, code.co_name) or code
     return _Edit(
         method=code.co_name,
         target=None if isinstance(target, nn.Module) else target,
         end=(at[0] - code.co_firstlineno, at[1]),
         child=child,
-        checksum=zlib.crc32(getattr(function, "__code__", code).co_code),
+        checksum=zlib.crc32(current.co_code),
         selector=act.selector,
     )
 
@@ -139,14 +149,20 @@ def _refuse_unwritable(block: nn.Module, base: Any, act: Activation, code: CodeT
     if method in vars(block):
         label = act.owner or "the model"
         raise RewriteError(f"{label} has a {method} of its own, set on the instance")
-    functions = [inspect.getattr_static(cls, method, None) for cls in (base, type(block))]
-    if code not in [getattr(function, "__code__", None) for function in functions]:
+    codes = [_code_of(base, method), _code_of(type(block), method)]
+    if code not in codes:
         raise RewriteError(
             f"the call stands in {code.co_qualname}, which is no method of {base.__name__}, or "
             "decorated"
         )
     if _has_own_pickling(base):
         raise RewriteError(f"{base.__name__} defines its own pickling")
+
+
+def _code_of(cls: Any, method: str) -> CodeType | None:
+    """The code of a class's method; None if it has no such method, or one that is no function."""
+    function = inspect.getattr_static(cls, method, None)
+    return getattr(function, "__code__", None)
 
 
 def _has_own_pickling(cls: Any) -> bool:
@@ -162,19 +178,23 @@ def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
     # torchvision's feature extractors have a graph for each mode.
     modes = ("train_graph", "eval_graph")
     by_mode = [mode for mode in modes if isinstance(getattr(block, mode, None), fx.Graph)]
-    graphs = {mode: copy.deepcopy(getattr(block, mode)) for mode in by_mode or ["graph"]}
-    nodes = [node for graph in graphs.values() for node in graph.nodes if node.name == name]
+    attributes = by_mode or ["graph"]
+    graphs = {attribute: copy.deepcopy(getattr(block, attribute)) for attribute in attributes}
+    nodes = []
+    for graph in graphs.values():
+        nodes += [node for node in graph.nodes if node.name == name]
     if not nodes:
         raise RewriteError(
             f"the graph of {type(block).__name__} has no call {name}, or it is replaced already"
         )
     for node in nodes:
         _call_child(node, child)
-    if by_mode:
-        current = "eval_graph"
-        if block.training:
-            current = "train_graph"
-        graphs["graph"] = graphs.get(current, block.graph)
+    if not by_mode:
+        return graphs
+    current = "eval_graph"
+    if block.training:
+        current = "train_graph"
+    graphs["graph"] = graphs.get(current, block.graph)
     return graphs
 
 
@@ -302,24 +322,30 @@ class _Replacement(ast.NodeTransformer):
         function is still the one that was traced; None if nothing has to be tested.
         """
         if edit.selector:
-            expression, norm = edit.selector
-            called_norm = ast.parse(expression, mode="eval").body
-            for part in ast.walk(called_norm):
-                ast.copy_location(part, function)
-            return ast.Compare(
-                self._call("get_submodule", ast.Constant(norm)), [ast.Is()], [called_norm]
-            )
-        if isinstance(edit.target, str):
+            return self._is_of_norm(*edit.selector, function)
+        target = edit.target
+        if isinstance(target, str):
             return None
-        root, *path = ast.unparse(function).split(".")
-        if all(name.isidentifier() for name in path):
-            if root == self.self_name:
-                if edit.target is None:
-                    return None
-                return self._call("_retrofit_calls", ast.Constant(edit.child), function)
-            called = functools.reduce(
-                lambda holder, name: getattr(holder, name, None), path, self.names.get(root)
-            )
-            if edit.target is not None and called is edit.target:
+        expression = ast.unparse(function)
+        root, *path = expression.split(".")
+        is_dotted_name = all(name.isidentifier() for name in path)
+        if is_dotted_name and root == self.self_name:
+            if target is None:
+                return None
+            child = ast.Constant(edit.child)
+            return self._call("_retrofit_calls", child, function)
+        if is_dotted_name and target is not None:
+            called = self.names.get(root)
+            for name in path:
+                called = getattr(called, name, None)
+            if called is target:
                 return None
         raise RewriteError(f"{self.label} does not name what it calls")
+
+    def _is_of_norm(self, expression: str, norm: str, function: ast.expr) -> ast.expr:
+        """Return the test that what an expression stands for is the norm of that name."""
+        called_norm = ast.parse(expression, mode="eval").body
+        for part in ast.walk(called_norm):
+            ast.copy_location(part, function)
+        wanted_norm = self._call("get_submodule", ast.Constant(norm))
+        return ast.Compare(wanted_norm, [ast.Is()], [called_norm])

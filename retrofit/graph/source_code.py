@@ -22,14 +22,19 @@ def file_tree(code: CodeType) -> ast.Module:
     code depends. A `RewriteError` says that there is no source, or that compiling it does not give
     the very code that runs.
     """
+    name = code.co_qualname
     try:
-        source = "".join(inspect.findsource(code)[0])
-        compiled = code_in(_compiled(source, code.co_filename, future_flags(code)), code)
+        lines, _ = inspect.findsource(code)
+        source = "".join(lines)
+        flags = future_flags(code)
+        file = _compiled(source, code.co_filename, flags)
+        compiled = code_in(file, code)
     except (OSError, TypeError, SyntaxError):
-        raise RewriteError(f"the source of {code.co_qualname} is not at hand") from None
-    if compiled != code or list(compiled.co_positions()) != list(code.co_positions()):
+        raise RewriteError(f"the source of {name} is not at hand") from None
+    positions = list(code.co_positions())
+    if compiled != code or list(compiled.co_positions()) != positions:
         raise RewriteError(
-            f"the source of {code.co_qualname} is not what runs: the file, or the code, was changed"
+            f"the source of {name} is not what runs: the file, or the code, was changed"
         )
     return ast.parse(source)
 

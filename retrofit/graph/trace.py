@@ -360,9 +360,14 @@ def _question(node: fx.Node) -> str | None:
         return _question_of_metadata(attribute, node)
     if getattr(node.target, "__module__", "") != "_operator":
         return None
-    parts = [_question(part) if isinstance(part, fx.Node) else repr(part) for part in node.args]
-    if None in parts:
-        return None
+    parts = []
+    for argument in node.args:
+        part: str | None = repr(argument)
+        if isinstance(argument, fx.Node):
+            part = _question(argument)
+        if part is None:
+            return None
+        parts.append(part)
     return f"{name} {parts}"
 
 
@@ -403,11 +408,14 @@ def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]
     raising: set[int] = set()
     leads_to_raise = False
     for step in reversed(steps):
-        is_raise = step.opname == "RAISE_VARARGS"
-        leads_to_raise = is_raise or (leads_to_raise and _goes_straight_on(step))
+        if step.opname == "RAISE_VARARGS":
+            leads_to_raise = True
+        elif not _goes_straight_on(step):
+            leads_to_raise = False
         if leads_to_raise:
             raising.add(step.offset)
-    return {step.offset: step for step in steps}, raising
+    by_offset = {step.offset: step for step in steps}
+    return by_offset, raising
 
 
 def _goes_straight_on(step: dis.Instruction) -> bool:
