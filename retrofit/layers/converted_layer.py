@@ -71,11 +71,11 @@ class ConvertedLayer(nn.Module):
         new = self._build_source(library_class(name))
         for name in ("weight", "bias"):
             new.register_parameter(name, getattr(self, name))
-        statistics = ("running_mean", "running_var", "num_batches_tracked")
-        new._buffers.update(
-            {name: self._buffers[name] for name in statistics if name in self._buffers}
-        )
-        for name in new._modules.keys() & self._modules.keys():
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            if name in self._buffers:
+                new._buffers[name] = self._buffers[name]
+        shared = new._modules.keys() & self._modules.keys()
+        for name in shared:
             setattr(new, name, self._modules[name])
         return new.train(self.training)
 

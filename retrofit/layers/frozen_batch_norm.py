@@ -109,9 +109,10 @@ class FrozenBatchNorm(ConstantStatistics):
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         if affine:
-            self.weight = nn.Parameter(torch.ones(num_features, device=device, dtype=dtype))
-        if affine and bias:
-            self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
+            ones = torch.ones(num_features, device=device, dtype=dtype)
+            self.weight = nn.Parameter(ones)
+            if bias:
+                self.bias = nn.Parameter(torch.zeros_like(ones))
         self._hold_statistics(num_features, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:

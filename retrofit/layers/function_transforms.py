@@ -54,12 +54,15 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
             return backward(ctx, *grads)
         with torch.no_grad():
             gradients = backward(ctx, *grads)
-        refuse: Any = torch._C._functions.DelayedError(_REFUSAL, len(gradients))
-        return refuse(
-            *(None if grad is None else grad.detach().requires_grad_() for grad in gradients)
-        )
+        return _refusing_derivatives(gradients)
 
     return wrapper
+
+
+def _refusing_derivatives(gradients: tuple[Tensor | None, ...]) -> Any:
+    """Return the gradients, which raise an error where their own gradient is taken."""
+    refuse: Any = torch._C._functions.DelayedError(_REFUSAL, len(gradients))
+    return refuse(*(None if grad is None else grad.detach().requires_grad_() for grad in gradients))
 
 
 def needed(ctx: Any, first: int, gradients: Iterable[Tensor]) -> list[Tensor | None]:

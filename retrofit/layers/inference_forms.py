@@ -281,15 +281,19 @@ class EstimatedTransform(nn.Module):
         if values.ndim > x.ndim:
             values = values.flatten(2)
             dims = (2,)
-        if self.frozen is None:
+        frozen = self.frozen
+        if frozen is None:
             y = self._estimated(values, dims)
         else:
-            y = self.frozen(self._standardized(values, dims))
+            h = self._standardized(values, dims)
+            y = frozen(h)
         y = y.reshape(x.shape)
         if self.weight is not None:
-            y = y * self._view(self.weight, y)
+            gamma = self._view(self.weight, y)
+            y = y * gamma
         if self.bias is not None:
-            y = y + self._view(self.bias, y)
+            beta = self._view(self.bias, y)
+            y = y + beta
         return y
 
     def _view(self, values: Tensor, y: Tensor) -> Tensor:

@@ -178,11 +178,12 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
             )
         new = self._group_norm()
         weight = self.weight
+        gamma = self._group_weight()
         if weight is None:
-            gamma = self._group_weight().to(self.gain.dtype)
+            gamma = gamma.to(self.gain.dtype)
             new.weight = nn.Parameter(gamma, requires_grad=False)
         else:
-            gamma = self._group_weight().to(weight.dtype)
+            gamma = gamma.to(weight.dtype)
             new.weight = nn.Parameter(gamma, requires_grad=weight.requires_grad)
         new.register_parameter("bias", self.bias)
         if type(new) is nn.GroupNorm:

@@ -168,8 +168,10 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
             and kernels.should_gather(x, x.shape[1] // groups)
         ):
             # Sets in channels_last are stretches of a group's channels.
-            return self._by_own_statistics(x.contiguous())[0].contiguous(memory_format=last)
-        return self._by_own_statistics(x)[0]
+            out, _ = self._by_own_statistics(x.contiguous())
+            return out.contiguous(memory_format=last)
+        out, _ = self._by_own_statistics(x)
+        return out
 
     def _build_source(self, cls: Any) -> nn.Module:
         new: nn.Module = cls(

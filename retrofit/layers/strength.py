@@ -145,13 +145,16 @@ class StrengthMixin(ConvertedLayer):
         """Raise if t is an average; waits for a GPU only where t may have changed since the last
         time.
         """
-        if self._load is not None:
-            load, self._load = self._load, None
+        load = self._load
+        if load is not None:
+            self._load = None
             load.warn_of_a_part()
         code = self._code
-        seen = None if code.is_cpu or code.is_inference() else (id(code), code._version)
-        if seen is not None and seen == self._checked:
-            return
+        seen: tuple[int, int] | None = None
+        if not (code.is_cpu or code.is_inference()):
+            seen = (id(code), code._version)
+            if seen == self._checked:
+                return
         t, square = (value * UNIT for value in code.detach().cpu().tolist())
         if abs(square - t * t) > _SPREAD:
             raise RuntimeError(

@@ -144,10 +144,18 @@ def _fastest(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The fastest kernels that are there and right; says what runs, and why where it is not the
     fastest of all.
     """
-    name, spoken, where, slower = "cpp", "C++", "the CPU", "about 12 times"
     if device.type == "cuda":
-        name, spoken, where, slower = "triton", "Triton", f"GPUs in {dtype}", "several times"
-    if (fault := _fault(name, device, dtype)) is None:
+        name = "triton"
+        spoken = "Triton"
+        where = f"GPUs in {dtype}"
+        slower = "several times"
+    else:
+        name = "cpp"
+        spoken = "C++"
+        where = "the CPU"
+        slower = "about 12 times"
+    fault = _fault(name, device, dtype)
+    if fault is None:
         _log.info("normality layers run %s kernels on %s", spoken, where)
         return _module(name)
     _log.warning(

@@ -93,7 +93,7 @@ def load() -> ctypes.CDLL:
     instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DWIDTH=4",))
     options = (*_FLAGS, *_CONSTANTS, *instructions)
     made_from = repr((options, platform.machine(), os.environ.get("CXX"))).encode()
-    name = f"kernels-{_hash(made_from + b''.join(file.read_bytes() for file in _SOURCES))}"
+    name = f"kernels-{digest(made_from + b''.join(file.read_bytes() for file in _SOURCES))}"
     try:
         return ctypes.CDLL(str(_cached(name, options)))
     except subprocess.TimeoutExpired as error:
@@ -175,7 +175,7 @@ def _find(folder: Path, name: str) -> Path | None:
     """
     for file in folder.glob(f"{name}-*.so"):
         with contextlib.suppress(OSError):
-            if file.stem == f"{name}-{_hash(file.read_bytes())}":
+            if file.stem == f"{name}-{digest(file.read_bytes())}":
                 return file
             file.unlink()
     return None
@@ -195,17 +195,19 @@ def _build(folder: Path, name: str, options: tuple[str, ...]) -> Path:
         ctypes.CDLL(str(built))
         # So that the name stands for the whole content whatever happens.
         flush(built)
-        return built.replace(folder / f"{name}-{_hash(built.read_bytes())}.so")
+        return built.replace(folder / f"{name}-{digest(built.read_bytes())}.so")
 
 
 def _compiler() -> list[str]:
     """Return the command of CXX, which may have arguments, or of the first compiler there is."""
     named = os.environ.get("CXX", "")
-    installed = [name for name in ("g++", "c++", "clang++") if shutil.which(name)]
     try:
-        command = shlex.split(named) or installed[:1]
+        command = shlex.split(named)
     except ValueError as error:
         raise UnavailableError(f"CXX={named} is not a command ({error})") from error
+    if not command:
+        installed = [name for name in ("g++", "c++", "clang++") if shutil.which(name)]
+        command = installed[:1]
     if not command:
         raise UnavailableError("no C++ compiler was found; install g++")
     if shutil.which(command[0]) is None:
@@ -236,7 +238,8 @@ def _compile(aside: Path, *command: str) -> None:
         raise UnavailableError(f"{command[0]} failed: {first_line[:200]}")
 
 
-def _hash(content: bytes) -> str:
+def digest(content: bytes) -> str:
+    """Return what stands for a content in the names of cached files."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 

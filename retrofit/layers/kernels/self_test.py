@@ -7,7 +7,6 @@ bits must repeat. What passed is remembered in the cache folder, by device, vers
 
 import contextlib
 import copy
-import hashlib
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -63,10 +62,7 @@ CASES = (
 
 def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say what is wrong with `kernels` on a device for a dtype, or return None where nothing is."""
-    where = f"{device.type}, capability {torch.backends.cpu.get_cpu_capability()}"
-    if device.type == "cuda":
-        where = f"{torch.cuda.get_device_name(device)}, capability {torch.cuda.get_device_capability(device)}"
-    what = f"{kernels.__name__.rpartition('.')[2]} kernels for {str(dtype).removeprefix('torch.')} on {where}"
+    what = _label(kernels, device, dtype)
     record = _record(what)
     if record is not None and record.exists():
         return None
@@ -83,6 +79,16 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
         with contextlib.suppress(OSError):
             record.write_text(f"{what}\n")
     return None
+
+
+def _label(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str:
+    """Return words for kernels, their dtype, and the device with what it is capable of."""
+    where = f"{device.type}, capability {torch.backends.cpu.get_cpu_capability()}"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        where = f"{torch.cuda.get_device_name(device)}, capability {capability}"
+    name = kernels.__name__.rpartition(".")[2]
+    return f"{name} kernels for {str(dtype).removeprefix('torch.')} on {where}"
 
 
 def _guarded(function: Any, *arguments: Any) -> str | None:
@@ -161,14 +167,16 @@ def _layers(channels: int) -> dict[str, Callable[[], nn.Module]]:
 
     def proxy(activation: nn.Module) -> nn.Module:
         restore = isinstance(activation, nn.ReLU)
-        return ProxyNorm(activation, channels, norm=FrozenBatchNorm(channels), restore=restore)
+        norm = FrozenBatchNorm(channels)
+        return ProxyNorm(activation, channels, norm=norm, restore=restore)
 
     activations = nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()
+    proxies = {f"proxy of {activation}": partial(proxy, activation) for activation in activations}
     return {
         "frozen": partial(FrozenBatchNorm, channels),
         "migrated": partial(MigratedGroupNorm, 2, channels, strength=0.7),
         "migrated and proxy": fused,
-        **{f"proxy of {activation}": partial(proxy, activation) for activation in activations},
+        **proxies,
     }
 
 
@@ -244,10 +252,11 @@ def _record(what: str) -> Path | None:
         folder = cpp.cache_folder()
     except OSError:
         return None
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    sources = [file.read_text() for file in files]
     versions = (
         torch.__version__,
         [one.version for one in importlib.metadata.distributions(name="triton")],
     )
-    made_from = repr((what, versions, [file.read_text() for file in sources]))
-    return folder / f"passed-{hashlib.sha256(made_from.encode()).hexdigest()[:16]}"
+    made_from = repr((what, versions, sources))
+    return folder / f"passed-{cpp.digest(made_from.encode())}"
