@@ -2,7 +2,6 @@
 and which nodes consume it.
 """
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
@@ -13,7 +12,14 @@ from torch import fx, nn
 
 from retrofit.graph import recognition
 from retrofit.graph.channel_moves import RESHAPINGS, listed, moved_channels
-from retrofit.graph.trace import BranchingPartsError, Tracer, call_name, reads_of_mode, traced
+from retrofit.graph.trace import (
+    BranchingPartsError,
+    Tracer,
+    call_name,
+    reads_of_mode,
+    takes_defaults,
+    traced,
+)
 from retrofit.utils.forward_pass import random_states_kept
 from retrofit.utils.snapshot import Snapshot
 from retrofit.utils.text import with_class
@@ -132,7 +138,7 @@ class Flows:
         """
         for node, place in path.places.items():
             part = place.target
-            if part in self._branching and not _takes_defaults(part, node):
+            if part in self._branching and not takes_defaults(part, node):
                 self._covered.add(part)
                 self._traces[False, part] = []
                 self._traces[True, part] = []
@@ -170,20 +176,6 @@ class Flows:
             for part in self.inside[module]
             for name in ("train", "eval", "training")
         )
-
-
-def _takes_defaults(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a call gives values for a module's required arguments, and no others."""
-    signature = inspect.signature(module.forward)
-    arguments = signature.bind(*node.args, **node.kwargs).arguments
-    return all(_is_default(signature.parameters[name], value) for name, value in arguments.items())
-
-
-def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
-    """Whether an argument is what a trace of its module alone passes."""
-    if parameter.default is inspect.Parameter.empty:
-        return isinstance(value, fx.Node)
-    return value is parameter.default
 
 
 class Flow:

@@ -12,6 +12,9 @@ from types import CodeType, FunctionType
 
 from retrofit.errors import RetrofitError
 
+# Instructions that do nothing.
+_NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP", "RESUME")
+
 
 class RewriteError(RetrofitError):
     """A block's code cannot be rewritten; the message is the reason."""
@@ -96,3 +99,38 @@ def callee(code: CodeType, end: tuple[int, int]) -> str:
 def _is_harmless(expression: ast.expr) -> bool:
     harmless = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Load)
     return all(isinstance(node, harmless) for node in ast.walk(expression))
+
+
+@functools.lru_cache(maxsize=4096)
+def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]]:
+    """Return a function's steps, by offset, and the offsets from which each way ends in a `raise`."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
+    raising: set[int] = set()
+    leads_to_raise = False
+    for step in reversed(steps):
+        if step.opname == "RAISE_VARARGS":
+            leads_to_raise = True
+        elif not _goes_straight_on(step):
+            leads_to_raise = False
+        if leads_to_raise:
+            raising.add(step.offset)
+    by_offset = {step.offset: step for step in steps}
+    return by_offset, raising
+
+
+def _goes_straight_on(step: dis.Instruction) -> bool:
+    name = step.opname
+    return "JUMP" not in name and not name.startswith(("RETURN", "FOR_", "SEND"))
+
+
+def raising_outcomes(code: CodeType, offset: int) -> set[bool]:
+    """Return the outcomes of a condition, at an offset of a function, that lead to a `raise`."""
+    steps, raising = _raising_steps(code)
+    following = sorted(at for at in steps if at >= offset)[:3]
+    jump = next((steps[at] for at in following if steps[at].opname.startswith("POP_JUMP")), None)
+    if jump is None or not jump.opname.endswith(("_TRUE", "_FALSE")):
+        return set()
+    after = next((at for at in following if at > jump.offset), -1)
+    jumps_if = jump.opname.endswith("_TRUE")
+    next_step = {jumps_if: jump.argval, not jumps_if: after}
+    return {outcome for outcome, at in next_step.items() if at in raising}

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from retrofit.graph import recognition
+from retrofit.graph.source_code import raising_outcomes
 from retrofit.utils.forward_pass import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-# Instructions that do nothing.
-_NO_STEPS = ("CACHE", "EXTENDED_ARG", "NOT_TAKEN", "NOP", "RESUME")
 # The most conditions on values on one path, so that a block has 64 paths at most; and the most of
 # these that may stand in the code of its parts.
 _CONDITIONS = 6
@@ -347,6 +346,20 @@ class Tracer(fx.Tracer):
         return run, list(bound.args)
 
 
+def takes_defaults(module: nn.Module, node: fx.Node) -> bool:
+    """Whether a call gives values for a module's required arguments, and no others."""
+    signature = inspect.signature(module.forward)
+    arguments = signature.bind(*node.args, **node.kwargs).arguments
+    return all(_is_default(signature.parameters[name], value) for name, value in arguments.items())
+
+
+def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
+    """Whether an argument is what a trace of its module alone passes."""
+    if parameter.default is inspect.Parameter.empty:
+        return isinstance(value, fx.Node)
+    return value is parameter.default
+
+
 def _question(node: fx.Node) -> str | None:
     """Return a condition on sizes and types as text, equal for conditions with the same outcome.
 
@@ -395,45 +408,10 @@ def _only_allowed(callers: list[FrameType]) -> bool | None:
     """
     if any(caller.f_code.co_exceptiontable for caller in callers):
         return None
-    raising = _raising_outcomes(callers[0].f_code, callers[0].f_lasti)
+    raising = raising_outcomes(callers[0].f_code, callers[0].f_lasti)
     if len(raising) != 1:
         return None
     return not raising.pop()
-
-
-@functools.lru_cache(maxsize=4096)
-def _raising_steps(code: CodeType) -> tuple[dict[int, dis.Instruction], set[int]]:
-    """Return a function's steps, by offset, and the offsets from which each way ends in a `raise`."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
-    raising: set[int] = set()
-    leads_to_raise = False
-    for step in reversed(steps):
-        if step.opname == "RAISE_VARARGS":
-            leads_to_raise = True
-        elif not _goes_straight_on(step):
-            leads_to_raise = False
-        if leads_to_raise:
-            raising.add(step.offset)
-    by_offset = {step.offset: step for step in steps}
-    return by_offset, raising
-
-
-def _goes_straight_on(step: dis.Instruction) -> bool:
-    name = step.opname
-    return "JUMP" not in name and not name.startswith(("RETURN", "FOR_", "SEND"))
-
-
-def _raising_outcomes(code: CodeType, offset: int) -> set[bool]:
-    """Return the outcomes of a condition, at an offset of a function, that lead to a `raise`."""
-    steps, raising = _raising_steps(code)
-    following = sorted(at for at in steps if at >= offset)[:3]
-    jump = next((steps[at] for at in following if steps[at].opname.startswith("POP_JUMP")), None)
-    if jump is None or not jump.opname.endswith(("_TRUE", "_FALSE")):
-        return set()
-    after = next((at for at in following if at > jump.offset), -1)
-    jumps_if = jump.opname.endswith("_TRUE")
-    next_step = {jumps_if: jump.argval, not jumps_if: after}
-    return {outcome for outcome, at in next_step.items() if at in raising}
 
 
 def _owner(callers: list[FrameType]) -> nn.Module:
