@@ -109,7 +109,7 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:
         changes = _mixing_modules(network, call)
-    classes = {name: type(network.get_submodule(_path(name))).__name__ for name in changes}
+    classes = {name: _class_name(network, name) for name in changes}
     result = BatchDependence(change, changes, classes)
     if strict and not result.passed:
         raise RetrofitError(
@@ -235,10 +235,11 @@ def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
     }
 
 
-def _path(name: str) -> str:
-    if name == ROOT:
-        return ""
-    return name
+def _class_name(network: nn.Module, name: str) -> str:
+    module = network
+    if name != ROOT:
+        module = network.get_submodule(name)
+    return type(module).__name__
 
 
 def _is_inside(name: str, outer: str) -> bool:

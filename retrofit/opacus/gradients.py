@@ -54,8 +54,9 @@ def _runnable(layer: nn.Module) -> Any:
     if isinstance(layer, ProxyNorm):
         norm = layer.norm
     if norm is not None and layer not in norm.modules():
-        run._modules[_NORM] = _without_hooks(norm)
-        run._norm = (run._modules[_NORM],)
+        followed = _without_hooks(norm)
+        run._modules[_NORM] = followed
+        run._norm = (followed,)
     return run
 
 
@@ -75,8 +76,8 @@ def _affine_gradients(
 def _without_hooks(module: nn.Module) -> Any:
     """Return a copy of a module around the same tensors, which calls no hooks."""
     new = copy.copy(module)
-    vars(new)["_parameters"] = dict(module._parameters)
-    vars(new)["_buffers"] = dict(module._buffers)
+    new._parameters = dict(module._parameters)
+    new._buffers = dict(module._buffers)
     for name in vars(new):
         if "_hooks" in name:
             vars(new)[name] = OrderedDict()

@@ -109,8 +109,11 @@ def _proved_by_class(module: nn.Module, candidates: Sequence[Formula]) -> Formul
     """
     key = type(module), _settings(module)
     if key not in _AGREEING:
-        result = _first_agreeing(module, candidates)
-        _AGREEING[key] = result if isinstance(result, str) else candidates.index(result)
+        first = _first_agreeing(module, candidates)
+        if isinstance(first, Formula):
+            _AGREEING[key] = candidates.index(first)
+        else:
+            _AGREEING[key] = first
     agreeing = _AGREEING[key]
     if isinstance(agreeing, str):
         return agreeing
@@ -173,7 +176,10 @@ def verdict_on(
     # Anything may come out of a layer's own code.
     with suppress(Exception), left_as_it_was(module):
         other = formula.layer(module)
-        shapes = shapes or _shapes(other)[: None if random else 1]
+        if not shapes:
+            shapes = _shapes(other)
+            if not random:
+                shapes = shapes[:1]
         # Some layers take no double precision; these are compared in single.
         for dtype in (torch.float64, torch.float32):
             verdicts = _verdicts(module, other, shapes, random, dtype)
@@ -251,9 +257,12 @@ def _with_activation(module: nn.Module, plain: Sequence[Formula]) -> list[Formul
     tensors.
     """
     children = list(module.children())
-    if len(children) != 1 or children[0].state_dict():
+    if len(children) != 1:
         return []
-    fused = {"act": children[0], "drop": nn.Identity(), "_fast_norm": False}
+    activation = children[0]
+    if activation.state_dict():
+        return []
+    fused = {"act": activation, "drop": nn.Identity(), "_fast_norm": False}
     return [
         Formula(_WITH_ACTIVATION[formula.class_path], {**formula.attributes, **fused})
         for formula in plain
@@ -305,19 +314,21 @@ def _values(module: nn.Module, random: bool, dtype: torch.dtype) -> dict[str, Te
         *module.named_parameters(recurse=False),
         *module.named_buffers(recurse=False),
     ):
+        shape = tensor.shape
         if not tensor.is_floating_point():
-            values[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            values[name] = torch.zeros(shape, dtype=tensor.dtype)
         elif not random:
             values[name] = tensor.detach().cpu().to(dtype)
         elif "var" in name:
-            exponents = 6 * torch.rand(tensor.shape, dtype=torch.float64) - 5
+            uniform = torch.rand(shape, dtype=torch.float64)
+            exponents = 6 * uniform - 5
             values[name] = (10**exponents).to(dtype)
         else:
             # Far from 0, so that no parameter is without effect.
             center = 0.3
             if "weight" in name:
                 center = 1.0
-            values[name] = torch.randn(tensor.shape, dtype=dtype) + center
+            values[name] = torch.randn(shape, dtype=dtype) + center
     return values
 
 
@@ -338,13 +349,22 @@ def _verdict_on_input(
             if results:
                 return "different"
             return "refused"
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
-        parameters = [value for value in copy._parameters.values() if value is not None]
-        grads = torch.autograd.grad((out * weights).sum(), [inputs, *parameters], allow_unused=True)
+        grads = _gradients(copy, inputs, out)
         results.append([out, *grads, *copy._buffers.values()])
     if all(map(_close, *results)):
         return "same"
     return "different"
+
+
+def _gradients(layer: Any, inputs: Tensor, out: Tensor) -> Sequence[Tensor | None]:
+    """Return the gradients of a sum of a layer's outputs, with seeded random weights, by its
+    inputs and parameters.
+    """
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(out.shape, generator=generator, dtype=inputs.dtype)
+    loss = (out * weights).sum()
+    parameters = [value for value in layer._parameters.values() if value is not None]
+    return torch.autograd.grad(loss, [inputs, *parameters], allow_unused=True)
 
 
 def _with_values(layer: Any, values: dict[str, Tensor], training: bool) -> Any:
@@ -364,15 +384,17 @@ def _with_values(layer: Any, values: dict[str, Tensor], training: bool) -> Any:
 def _close(ours: Tensor | None, theirs: Tensor | None) -> bool:
     if ours is None or theirs is None:
         return ours is theirs
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+    dtype = theirs.dtype
+    if ours.shape != theirs.shape or ours.dtype != dtype:
         return False
     # Some classes compute in float32 whatever they are given.
     share = 1e-5
-    if ours.dtype == torch.float32:
+    if dtype == torch.float32:
         share = 1e-4
     largest = 0.0
     if theirs.numel():
-        largest = float(theirs.detach().abs().nan_to_num(0, 0, 0).amax())
+        magnitudes = theirs.detach().abs().nan_to_num(0, 0, 0)
+        largest = float(magnitudes.amax())
     return torch.allclose(
         ours.double(), theirs.double(), rtol=0, atol=share * largest, equal_nan=True
     )
