@@ -218,9 +218,10 @@ def _largest_within(choices: Sequence[_Choice], tolerance: float) -> _Choice:
 def _bake_layers(model: nn.Module, trial: "_Trial", choice: _Choice, tolerance: float) -> Stage:
     """Bake the layers of the network itself; return how it is judged then."""
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in choice.constants}
-    tensors = (
-        tensor for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers())
-    )
+    tensors = []
+    for layer in layers.values():
+        tensors.extend(layer.parameters())
+        tensors.extend(layer.buffers())
     before = kept_values(tensors)
     try:
         for name, layer in layers.items():

@@ -24,6 +24,7 @@ from retrofit.layers.strength import partial_state
 from retrofit.record import Preprocess
 from retrofit.utils.forward_pass import autocast, evaluating, memory_advice
 from retrofit.utils.onnx_runtimes import RUNTIMES, Run, Runtime, metadata, open_onnx
+from retrofit.utils.output_tensors import shape_or_class
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import plural, printable, shortlist, shown, with_class
 
@@ -192,6 +193,9 @@ class _Counts:
         """Return the figures of all batches."""
         ranks = torch.cat(self.ranks).cpu()
         losses = torch.cat(self._losses).cpu().double()
+        attacked = None
+        if self._attack is not None:
+            attacked = self._attacked
         return Accuracy(
             images=len(ranks),
             correct1=int(ranks[:, 0].sum()),
@@ -200,7 +204,7 @@ class _Counts:
             skipped=skipped,
             not_finite=len(ranks) - len(losses),
             loss=float(losses.mean()),
-            attacked1=None if self._attack is None else self._attacked,
+            attacked1=attacked,
         )
 
 
@@ -231,9 +235,9 @@ def class_scores(output: Any, outputs_needed: int | None = None) -> Tensor:
         RetrofitError: If the output holds none, or fewer than `outputs_needed`.
     """
     if not isinstance(output, Tensor) or output.ndim != 2:
-        shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise RetrofitError(
-            f"the model gives no class scores (its output: {shape}); use an image classifier"
+            f"the model gives no class scores (its output: {shape_or_class(output)}); use an image "
+            "classifier"
         )
     outputs = output.shape[1]
     if outputs_needed is not None and outputs_needed > outputs:

@@ -13,7 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
-from retrofit.utils.forward_pass import forked_random_state, hooked, placement_of, undisturbed
+from retrofit.utils.forward_pass import (
+    forked_random_state,
+    hooked,
+    placement_of,
+    standard_normal,
+    undisturbed,
+)
 from retrofit.utils.text import with_class
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -190,14 +196,19 @@ def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
 
     def stop(_layer: nn.Module, args: tuple[Any, ...]) -> None:
         """Raise _TookListError at a layer that gets a batch of both images."""
-        if args and isinstance(args[0], Tensor) and args[0].ndim == 4 and len(args[0]) == 2:
+        if not args or not isinstance(args[0], Tensor):
+            return
+        batch = args[0]
+        holds_both = batch.ndim == 4 and len(batch) == 2
+        if holds_both:
             raise _TookListError
 
     device, dtype = placement_of(model)
     images = [torch.zeros(channels, *sides, device=device, dtype=dtype) for sides in _SIDES]
     layers = [module for module in model.modules() if module._parameters]
+    stopping = hooked(layer.register_forward_pre_hook(stop) for layer in layers)
     try:
-        with undisturbed(model), hooked(layer.register_forward_pre_hook(stop) for layer in layers):
+        with undisturbed(model), stopping:
             model(images)
     except _TookListError:
         return True
@@ -255,7 +266,7 @@ def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bo
     device, dtype = placement_of(model)
     tensors = []
     for shape in shapes:
-        sample = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        sample = standard_normal(shape, generator)
         tensors.append(sample.to(device, dtype))
     if listed:
         return Call((tensors,))
@@ -269,6 +280,5 @@ def _filled(value: Tensor) -> Tensor:
     if value.numel():
         return value.detach().clone()
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(
-        2, *value.shape[1:], generator=generator, dtype=torch.float32, device="cpu"
-    ).to(value)
+    rows = standard_normal((2, *value.shape[1:]), generator)
+    return rows.to(value)

@@ -212,13 +212,15 @@ def plans_of(model: nn.Module) -> list[Any]:
     plans: list[Any] = []
     # A wrapper of torch.compile inside has the record of the module in it.
     seen: set[nn.Module] = set()
-    for name, module in unwrapped(model).named_modules():
+    modules = unwrapped(model).named_modules()
+    for name, module in modules:
         network = unwrapped(module)
         if network in seen:
             continue
         seen.add(network)
         for plan in record_of(network).plans:
-            moved = replace(plan, part=".".join(filter(None, (name, plan.part))))
+            part = f"{name}.{plan.part}".strip(".")
+            moved = replace(plan, part=part)
             if moved not in plans:
                 plans.append(moved)
     return plans

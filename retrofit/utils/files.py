@@ -29,6 +29,9 @@ _LOCK = "lock"
 # The name, in a temporary folder, of what is replaced: it goes back if nothing took its place.
 OLD = "old"
 
+# Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+_READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
 # The files that this process has locked, with their descriptors.
 _locks: dict[Path, int] = {}
 
@@ -55,10 +58,8 @@ def open_file(
         RetrofitError: If nothing lies at `path`, or it is no regular file, is larger than `most`,
             or cannot be opened.
     """
-    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, _READ_FLAGS)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise RetrofitError(f"there is no {noun} at {printable(path)}; {advice}") from error
     # A name with a null byte is a ValueError; a socket, or a device without a driver, an OSError.
@@ -68,7 +69,8 @@ def open_file(
             f"cannot open the {noun} {printable(path, 300)} ({why}); {advice}"
         ) from error
     try:
-        problem = _refusal(os.fstat(descriptor), most)
+        status = os.fstat(descriptor)
+        problem = _refusal(status, most)
         if problem:
             raise RetrofitError(f"{printable(path)} {problem}; {advice}")
         return os.fdopen(descriptor, "rb")
@@ -141,14 +143,16 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
             folder that is missing or read-only.
     """
     ensure_nameable(path)
-    target = Path(os.path.realpath(Path(path).expanduser()))
+    expanded = Path(path).expanduser()
+    target = Path(os.path.realpath(expanded))
     # The name may be too long to be looked up.
     with writing(path):
         exists = target.exists()
-    if exists and not target.is_file():
-        raise RetrofitError(f"{path} is a folder or a device; name a file")
-    if exists and not force:
-        raise RetrofitError(f"{path} exists; pass `force=True` to replace it")
+    if exists:
+        if not target.is_file():
+            raise RetrofitError(f"{path} is a folder or a device; name a file")
+        if not force:
+            raise RetrofitError(f"{path} exists; pass `force=True` to replace it")
     folder = target.parent
     if not folder.is_dir():
         raise RetrofitError(f"the folder {folder} does not exist; create it first")
@@ -243,12 +247,17 @@ def sweep(folder: Path, name: str | None = None) -> None:
     """
     if not folder.is_dir():
         return
-    target = ".+" if name is None else re.escape(name[:200])
+    target = ".+"
+    if name is not None:
+        target = re.escape(name[:200])
     pattern = re.compile(rf"\.({target})\.[a-z0-9_]{{8}}\.tmp")
     for path in list(folder.iterdir()):
         match = pattern.fullmatch(path.name)
-        if match and path.is_dir() and _is_abandoned(path):
-            _discard(path, folder / match[1])
+        if match is None or not path.is_dir():
+            continue
+        if _is_abandoned(path):
+            final = folder / match[1]
+            _discard(path, final)
             release(path / _LOCK)
 
 
