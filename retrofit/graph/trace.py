@@ -375,9 +375,10 @@ def _question(node: fx.Node) -> str | None:
         return None
     parts = []
     for argument in node.args:
-        part: str | None = repr(argument)
-        if isinstance(argument, fx.Node):
-            part = _question(argument)
+        if not isinstance(argument, fx.Node):
+            parts.append(repr(argument))
+            continue
+        part = _question(argument)
         if part is None:
             return None
         parts.append(part)

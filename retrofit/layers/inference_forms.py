@@ -285,8 +285,7 @@ class EstimatedTransform(nn.Module):
         if frozen is None:
             y = self._estimated(values, dims)
         else:
-            h = self._standardized(values, dims)
-            y = frozen(h)
+            y = frozen(self._standardized(values, dims))
         y = y.reshape(x.shape)
         if self.weight is not None:
             gamma = self._view(self.weight, y)

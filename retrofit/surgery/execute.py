@@ -77,12 +77,12 @@ def _check_layers(plan: Plan, norms: Sequence[NormLayer]) -> None:
     actual = {norm.name: norm.label for norm in norms}
     names = {**planned, **actual}
     for name in names:
-        planned_class = planned.get(name, "absent")
-        actual_class = actual.get(name, "absent")
-        if planned_class != actual_class:
+        if planned.get(name) != actual.get(name):
+            in_plan = planned.get(name, "absent")
+            here = actual.get(name, "absent")
             raise RetrofitError(
-                f"the plan was made for another model: {name!r} is {planned_class} in the plan "
-                f"and {actual_class} here; make a new plan"
+                f"the plan was made for another model: {name!r} is {in_plan} in the plan "
+                f"and {here} here; make a new plan"
             )
 
 

@@ -120,12 +120,12 @@ class NormLayer:
             return self.module
         return self.formula.layer(self.module)
 
-    def proved(self, formula: Formula) -> "NormLayer":
+    def known_as(self, formula: Formula) -> "NormLayer":
         """Return the layer as one of the known class that it is proved to compute."""
         path = formula.class_path
         return replace(self, class_path=path, family=KNOWN[path], formula=formula)
 
-    def unsupported(self, reason: str) -> "NormLayer":
+    def refused(self, reason: str) -> "NormLayer":
         """Return the layer as one that no converter takes."""
         return replace(self, status="unsupported", reason=reason)
 
@@ -172,12 +172,12 @@ def _proved_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
         return norm
     formula = proved_formula(norm.module, KNOWN, shapes)
     if isinstance(formula, Formula):
-        return norm.proved(formula)
+        return norm.known_as(formula)
     reason = (
         f"it is {norm.known_class} on random inputs, but not on those of the shape that the "
         "network gives it"
     )
-    return norm.unsupported(reason)
+    return norm.refused(reason)
 
 
 def inside_parametrizations(model: nn.Module) -> set[nn.Module]:
@@ -203,18 +203,18 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     norm = NormLayer(name, module, class_path, family, "known")
     reason = _unsupported_class(module) or _why_not_as_its_class(module)
     if reason:
-        return norm.unsupported(reason)
+        return norm.refused(reason)
     if is_known:
         return norm
     formula = proved_formula(module, KNOWN)
     if isinstance(formula, Formula):
-        return norm.proved(formula)
+        return norm.known_as(formula)
     reason = f"no converter knows {class_path}"
     base = _base_of(module)
     if base is not None:
         base_name = base.__name__.lstrip("_")
         reason = f"derived from {base_name}, and {formula}"
-    return norm.unsupported(reason)
+    return norm.refused(reason)
 
 
 _TENSORS = ("weight", "bias", "running_mean", "running_var")
