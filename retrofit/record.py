@@ -219,7 +219,7 @@ def plans_of(model: nn.Module) -> list[Any]:
             continue
         seen.add(network)
         for plan in record_of(network).plans:
-            part = f"{name}.{plan.part}".strip(".")
+            part = ".".join(filter(None, (name, plan.part)))
             moved = replace(plan, part=part)
             if moved not in plans:
                 plans.append(moved)

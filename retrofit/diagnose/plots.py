@@ -231,9 +231,9 @@ def _power(figure: Figure, networks: Networks) -> None:
     for axes, (name, diagnosis) in zip(column, networks.items(), strict=True):
         layers = diagnosis.layers
         numbers = range(len(layers))
-        powers = [astuple(layer.power) for layer in layers]
-        # P1 to P4, (4, layers)
-        shares = np.transpose(powers)[:4]
+        # P1 to P4, without the balance
+        powers = [astuple(layer.power)[:4] for layer in layers]
+        shares = np.transpose(powers)
         axes.stackplot(
             numbers,
             shares,

@@ -214,9 +214,9 @@ class Recipe(BaseModel):
         if self.amp_dtype and not self.amp:
             yield "amp_dtype chooses the data type of mixed precision; set amp: true too"
         dataset = self.dataset
-        is_built_in = dataset in ("", "digits")
+        needs_no_folder = dataset in ("", "digits")
         is_downloaded = dataset.startswith("hf")
-        if not (self.data_dir or is_built_in or is_downloaded):
+        if not (self.data_dir or needs_no_folder or is_downloaded):
             shortened = printable(dataset, 64)
             yield f"dataset {shortened} needs data_dir too, the folder that holds it"
 

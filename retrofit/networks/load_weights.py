@@ -283,7 +283,7 @@ def _prefix(ours: Tensors, state: Tensors) -> str:
 
 
 def _count_prefixes(weights: set[str], names: Iterable[str]) -> Counter[str]:
-    """Count the names that are a prefix and the name of a weight, by prefix."""
+    """For each prefix, the number of names that consist of it and the name of a weight."""
     counts: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
