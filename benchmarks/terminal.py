@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 from rich.text import Text
 
-ENVIRONMENT = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "0", "COLUMNS": "100"}
+ENVIRONMENT = {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "0", "COLUMNS": "104"}
 
 
 def record_terminal(args: argparse.Namespace, images: Path) -> None:
@@ -27,13 +27,13 @@ def record_terminal(args: argparse.Namespace, images: Path) -> None:
     weights, photographs, names = (
         os.path.abspath(path) for path in (args.checkpoint, args.data_dir, args.class_map)
     )
-    shown = {weights: "efficientnet-lite0.pth", photographs: "photos.tar", names: "classes.txt"}
+    shown = {weights: "lite0.pth", photographs: "photos.tar", names: "classes.txt"}
     lines = (
         "inspect tf_efficientnet_lite0 --to ln",
-        f"convert tf_efficientnet_lite0 --to ln --checkpoint {weights} --match order",
+        f"convert tf_efficientnet_lite0 --to ln --strength 1 --checkpoint {weights} --match order",
         f"evaluate tf_efficientnet_lite0-ln.safetensors --data-dir {photographs} --class-map {names}",
     )
-    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115  nothing is printed
+    console = Console(record=True, width=104, file=open(os.devnull, "w"))  # noqa: SIM115  nothing is printed
     with tempfile.TemporaryDirectory() as folder:
         for line in lines:
             done = subprocess.run(
