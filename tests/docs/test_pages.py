@@ -284,22 +284,37 @@ def test_the_gains_over_the_last_layer_alone_are_the_recorded_ones() -> None:
         assert all(gain in page.read_text() for gain in gains), page
 
 
-def test_the_gains_where_batchnorm_fits_are_the_recorded_ones() -> None:
-    rows = table("reproduce.md", "network", "5,000 pictures, 60 epochs")
-    plain, noise, both = (
-        rows[name] for name in ("BatchNorm", "BatchNorm with noise 0.4", "bnn, noise 0.4")
-    )
-    means = [f"{number(row[1]):.1f}%" for row in (both, noise, plain)]
-    of_transform = both[3].split(" / ")[0]
-    cells = *means[:2], of_transform, means[2]
+@pytest.mark.parametrize(
+    ("rate", "plain", "noise", "both", "until"),
+    [
+        ("0.1.", "BatchNorm", "BatchNorm with noise 0.4", "bnn, noise 0.4", "BatchNorm"),
+        ("0.001.", "LayerNorm", "LayerNorm with noise 1", "lnn, noise 1", "LayerNorm"),
+    ],
+)
+def test_the_gains_where_a_network_fits_are_the_recorded_ones(
+    rate: str, plain: str, noise: str, both: str, until: str
+) -> None:
+    rows = table("reproduce.md", "network", f"5,000 pictures, 60 epochs, learning rate {rate}")
+    means = {name: f"{number(rows[name][1]):.1f}%" for name in (plain, noise, both)}
+    of_noise, of_all = (over_seeds(rows[name][2]) for name in (noise, both))
+    of_transform = over_seeds(rows[both][3])
     guide = (ROOT / "docs" / "guides" / "normality.md").read_text()
+    cells = [means[both], means[noise], f"+{of_transform}", means[plain]]
+    assert f"[until {until} fits](../appendix/paper-checks.md#until-it-fits) 5,000 images" in guide
     assert f"5,000 images | {' | '.join(cells)} |" in guide
-    of_all, of_noise = (row[2].split(" / ")[0].lstrip("+") for row in (both, noise))
-    assert f"gains {of_noise} points" in guide
-    readme = " ".join(PAGES[0].read_text().split())
-    assert f"is [{of_all} points](docs/guides/normality.md#what-to-expect) above it" in readme
-    share = of_transform.lstrip("+")
-    assert f"the noise alone {of_noise}; the difference, {share}, may be chance." in readme
+    assert of_noise in guide
+    readme = PAGES[0].read_text()
+    kit = " ".join(readme[readme.index("A research kit") : readme.index("Is it for me")].split())
+    assert all(gain in kit for gain in (of_noise, of_all, of_transform))
+    appendix = (ROOT / "docs" / "appendix" / "paper-checks.md").read_text()
+    for name in (plain, noise, both):
+        assert f"| {rows[name][0]} | {means[name]} |" in appendix
+
+
+def over_seeds(difference: str) -> str:
+    """A gain, with its standard error over seeds alone."""
+    gain, _, _ = difference.partition(" / ")
+    return gain.lstrip("+")
 
 
 def test_the_times_of_readme_are_the_recorded_ones() -> None:
