@@ -314,8 +314,7 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         work()
         return torch.cuda.max_memory_allocated(device) - before
-    memory_profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _silent(), memory_profile as recorded:
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     events: Any = recorded.profiler.kineto_results.events()
     in_order = sorted(events, key=lambda event: event.start_ns())

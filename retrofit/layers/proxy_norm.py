@@ -380,7 +380,6 @@ class ProxyNorm(StrengthMixin):
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        activation = self.activation
         parts = [
             f"{self.num_features}, eps={self.eps}",
             f"params={self.proxy_bias is not None}",
@@ -389,8 +388,8 @@ class ProxyNorm(StrengthMixin):
             f"channel_dim={self.channel_dim}",
             shown("strength", self.strength),
         ]
-        if not isinstance(activation, nn.Module):
-            parts.insert(0, getattr(activation, "__name__", repr(activation)))
+        if not isinstance(self.activation, nn.Module):
+            parts.insert(0, getattr(self.activation, "__name__", repr(self.activation)))
         return ", ".join(filter(None, parts))
 
 

@@ -122,7 +122,7 @@ def plain_counterpart(layer: nn.Module) -> nn.Module | None:
     """
     if not isinstance(layer, ConvertedLayer):
         return None
-    # These are what plain networks hold.
+    # Plain networks hold such layers as they are.
     if isinstance(layer, PlainAffine):
         return None
     owner: Any = layer

@@ -95,9 +95,7 @@ def content_restorer(container: Any) -> Undo:
     items = [*read([container])]
 
     def restore() -> None:
-        same_size = len(container) == size
-        items_now = read([container])
-        if same_size and _are_same(items_now, items):
+        if len(container) == size and _are_same(read([container]), items):
             return
         if isinstance(container, list | bytearray):
             # A bytearray that a view shows cannot be emptied.

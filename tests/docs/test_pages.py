@@ -119,7 +119,9 @@ def test_the_notebook_runs() -> None:
 @pytest.mark.usefixtures("folder")
 def test_evidence_runs_as_written() -> None:
     Path("classes.txt").write_text("\n".join(["ant", "bee", "cat", *map(str, range(997))]))
-    for words in commands((ROOT / "docs" / "evidence.md").read_text()):
+    lines = list(commands((ROOT / "docs" / "evidence.md").read_text()))
+    assert lines
+    for words in lines:
         result = command_line().invoke(main, words)
         assert result.exit_code == 0, (words, result.stderr)
 
@@ -127,7 +129,9 @@ def test_evidence_runs_as_written() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_readme_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    for words in commands(PAGES[0].read_text()):
+    lines = list(commands(PAGES[0].read_text()))
+    assert lines
+    for words in lines:
         result = command_line().invoke(main, words)
         assert result.exit_code == 0, (words, result.stderr)
         if words[0] == "evaluate":  # the page shows 97.22%, which differs with the processor
@@ -184,6 +188,10 @@ def test_the_code_of_a_page_parses_and_its_links_lead_somewhere(page: Path) -> N
     for block in blocks(page):
         ast.parse(block)
     text = page.read_text()
+    # A mark that is mistyped, or stands before something else, would test nothing.
+    tested = TESTED.findall(text)
+    assert text.count("<!--") == len(tested)
+    assert all("    retrofit " in block for block in tested)
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text) + re.findall(
         r'src(?:set)?="([^"]+)"', text
     ):
