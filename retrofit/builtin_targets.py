@@ -85,7 +85,7 @@ def _layers(*names: str, file: str = "retrofit.layers") -> tuple[str, ...]:
 
 
 _BATCH_NORM = ("bn", "frozen-bn")
-_NORMALITY = f"{_FILES}.normality"
+_NORMALITY = f"{_FILES}.normality:NORMALITY"
 _MIGRATION = f"{_FILES}.batch_independent"
 
 register_target(
@@ -158,7 +158,7 @@ _OF_INSTANCE_NORM = _layers("InstanceNormalNorm1d", "InstanceNormalNorm2d", "Ins
 register_target(
     "bnn",
     families=("bn",),
-    converter=f"{_NORMALITY}:BNN",
+    converter=_NORMALITY,
     layers=_OF_BATCH_NORM,
     options=_GAUSSIANIZED,
     help=_POWER_TRANSFORM,
@@ -166,7 +166,7 @@ register_target(
 register_target(
     "lnn",
     families=("ln",),
-    converter=f"{_NORMALITY}:LNN",
+    converter=_NORMALITY,
     layers=_OF_LAYER_NORM,
     options=_GAUSSIANIZED,
     help=_POWER_TRANSFORM,
@@ -174,7 +174,7 @@ register_target(
 register_target(
     "gnn",
     families=("gn",),
-    converter=f"{_NORMALITY}:GNN",
+    converter=_NORMALITY,
     layers=_OF_GROUP_NORM,
     options=_GAUSSIANIZED,
     help=_POWER_TRANSFORM,
@@ -182,7 +182,7 @@ register_target(
 register_target(
     "inn",
     families=("in",),
-    converter=f"{_NORMALITY}:INN",
+    converter=_NORMALITY,
     layers=_OF_INSTANCE_NORM,
     options=_GAUSSIANIZED,
     help=_POWER_TRANSFORM,
@@ -190,7 +190,7 @@ register_target(
 register_target(
     "normal",
     families=("bn", "ln", "gn", "in"),
-    converter=f"{_NORMALITY}:NORMAL",
+    converter=_NORMALITY,
     layers=(*_OF_BATCH_NORM, *_OF_LAYER_NORM, *_OF_GROUP_NORM, *_OF_INSTANCE_NORM),
     options=_GAUSSIANIZED,
     help=_POWER_TRANSFORM,

@@ -138,7 +138,7 @@ def register_target(
 
     Args:
         name: What `to` and `--to` take, such as "ln-pn".
-        families: Families of layers that it converts by default, keys of `FAMILIES`.
+        families: Families of layers that it converts, keys of `FAMILIES`.
         converter: A `retrofit.surgery.Converter`; or "package.module:NAME" of one, imported when it
             is first used.
         layers: The classes of its layers, or "package.module:NAME" of each.

@@ -37,7 +37,7 @@ class Converter(ABC):
     conversion.
 
     Attributes:
-        sources: The families that it converts by default, those of its target.
+        sources: The families whose layers `sites_of` looks for.
         identity: Whether the converted network is its source's function in evaluation, at strength
             0 if it has one.
         has_strength: Whether its layers have a strength.
@@ -46,7 +46,7 @@ class Converter(ABC):
             pointless without.
     """
 
-    sources: frozenset[str] = frozenset()
+    sources: Collection[str] = ()
     identity: bool = True
     has_strength: bool = True
     changes_sets: bool = False
@@ -164,7 +164,6 @@ def converter_for(to: str) -> Converter:
     """
     target = target_named(to)
     converter: Converter = target.load_converter()
-    converter.sources = frozenset(target.families)
     return converter
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from retrofit.conversion_options import ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.norm_sites import Sites
 from retrofit.record import network_in
-from retrofit.registry import FAMILIES, target_named
+from retrofit.registry import Target, target_named
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.functional_norms import functional_norms
 from retrofit.surgery.norm_layers import NormLayer, find_norms
@@ -24,7 +24,7 @@ from retrofit.utils.text import one_line, plural, shortlist
 Patterns = str | Iterable[str] | None
 Shapes = Mapping[str, Sequence[torch.Size]]
 
-# The target to suggest for a family.
+# The target to suggest for a family that the given one does not convert.
 _USUAL = {
     "bn": "bnn",
     "ln": "lnn",
@@ -52,16 +52,16 @@ def plan(
         only: One or more regular expressions; convert only layers whose name matches one
             (`re.search`).
         skip: One or more regular expressions; keep layers whose name matches one.
-        source: Families of layers to convert ("bn", "ln", "gn", "in", "frozen-bn"); by default, the
-            target's.
+        source: Those of the target's families to convert ("bn", "ln", "gn", "in", "frozen-bn"); by
+            default, all.
         **options: Options of the target, such as `groups`, `noise` or `calibrate`.
 
     Returns:
         The plan, which `apply` executes.
 
     Raises:
-        UsageError: If `model` is not a network, the target or a family is unknown, an option is out
-            of range, or a pattern does not compile.
+        UsageError: If `model` is not a network, the target is unknown, a family is not one of the
+            target's, an option is out of range, or a pattern does not compile.
         RetrofitError: If a pattern matches no layer, or nothing would be converted.
     """
     network = network_in(model)
@@ -87,30 +87,24 @@ class PlanRequest:
 class _Rules:
     """The caller's rules on which layers to convert."""
 
-    to: str
-    families: frozenset[str]
+    target: Target
+    families: Collection[str]
     only: Sequence[re.Pattern[str]]
     skip: Sequence[re.Pattern[str]]
 
     def against(self, norm: NormLayer) -> str:
         """Why the rules leave a layer as it is; empty if they let it through."""
-        if norm.family is not None and norm.family not in self.families:
-            return f"{norm.family_name} is not a source of {self.to}{self._hint(norm.family)}"
+        family = norm.family
+        if family is not None and family not in self.target.families:
+            usual = _USUAL[family]
+            return f"{norm.family_name} is not a source of {self.target.name}; try `to={usual!r}`"
+        if family is not None and family not in self.families:
+            return f"{family!r} is not named in `source`"
         if self.only and not any(pattern.search(norm.name) for pattern in self.only):
             return "not matched by `only`"
         for pattern in self.skip:
             if pattern.search(norm.name):
                 return f"matched by `skip={pattern.pattern!r}`"
-        return ""
-
-    def _hint(self, family: str) -> str:
-        if family in target_named(self.to).families:
-            return f" here (name {family!r} in `source` too)"
-        if family == "frozen-bn":
-            return (
-                " (frozen, gn, ln, gn-pn and ln-pn take it; timm.layers.unfreeze_batch_norm_2d "
-                "makes it BatchNorm)"
-            )
         return ""
 
     def record(self) -> dict[str, Any]:
@@ -142,9 +136,10 @@ def plan_and_sites(
         RetrofitError: As for `plan`.
     """
     converter = converter_for(request.to)
+    target = target_named(request.to)
     options = ConversionOptions(**request.options)
-    options.check(target_named(request.to))
-    rules = _rules(request, converter, norms)
+    options.check(target)
+    rules = _rules(request, target, norms)
 
     rows: dict[str, LayerRow] = {}
     undecided = []
@@ -163,18 +158,22 @@ def plan_and_sites(
     record = {**rules.record(), **options.record()}
     plan = Plan(request.to, layers, record, tuple(edits))
     if not plan.converted:
-        raise RetrofitError(_nothing_to_convert(rules, norms, functions, plan))
+        raise RetrofitError(_nothing_to_convert(norms, functions, plan))
     _refuse_without_activations(plan, converter, sites)
     return plan, sites
 
 
-def _rules(request: PlanRequest, converter: Converter, norms: Sequence[NormLayer]) -> _Rules:
-    families = frozenset(_listed(request.source)) or converter.sources
-    for family in families - FAMILIES.keys():
-        raise UsageError(f"`source={family!r}` is no family; choose from {', '.join(FAMILIES)}")
+def _rules(request: PlanRequest, target: Target, norms: Sequence[NormLayer]) -> _Rules:
+    families = _listed(request.source) or target.families
+    for family in families:
+        if family not in target.families:
+            raise UsageError(
+                f"`source={family!r}` is no family that {target.name} converts; choose from "
+                f"{', '.join(target.families)}"
+            )
     only = _patterns("only", request.only, norms)
     skip = _patterns("skip", request.skip, norms)
-    return _Rules(request.to, families, only, skip)
+    return _Rules(target, families, only, skip)
 
 
 def _listed(patterns: Patterns) -> list[str]:
@@ -203,62 +202,33 @@ def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list
     return compiled
 
 
-def _nothing_to_convert(
-    rules: _Rules, norms: Sequence[NormLayer], functions: Sequence[str], plan: Plan
-) -> str:
+def _nothing_to_convert(norms: Sequence[NormLayer], functions: Sequence[str], plan: Plan) -> str:
     """Say why nothing would be converted, and what to do instead."""
-    names = [FAMILIES[family] for family in sorted(rules.families)]
-    families = " or ".join(names)
-    sources = f"{plan.to} converts {families} layers"
     if not norms:
-        called = "".join(f"; {sentence}" for sentence in functions)
-        return (
-            f"{sources}, and this model has no normalization layer at all{called}; choose another "
-            "model"
-        )
-    held = _counts_of_classes(norms)
-    usual = _usual_target(rules, norms, plan.to)
-    if usual is not None:
-        return f"{sources}, of which this model has none (it holds {held}); try `to={usual!r}`"
-    reasons = [row.reason for row in plan.layers if row.reason]
-    why = "; ".join(dict.fromkeys(reasons))
-    return (
-        f"nothing to convert to {plan.to} (the model holds {held}): {why}; `retrofit inspect "
-        "MODEL` lists them"
-    )
-
-
-def _counts_of_classes(norms: Sequence[NormLayer]) -> str:
+        sentences = ["this model has no normalization layer at all", *functions]
+        return f"nothing to convert to {plan.to}: {'; '.join(sentences)}; choose another model"
     counts = Counter(norm.label for norm in norms)
-    return ", ".join(f"{count} {label}" for label, count in counts.most_common())
-
-
-def _usual_target(rules: _Rules, norms: Sequence[NormLayer], to: str) -> str | None:
-    """Return another target that takes layers of a model, if it holds none of the rules' families;
-    None if it does, or if there is none.
-    """
-    if any(norm.family in rules.families for norm in norms):
-        return None
-    usual = [_USUAL[str(norm.family)] for norm in norms if norm.status == "known"]
-    return next((target for target in usual if target != to), None)
+    held = ", ".join(f"{count} {label}" for label, count in counts.most_common())
+    reasons = dict.fromkeys(row.reason for row in plan.layers)
+    return (
+        f"nothing to convert to {plan.to} (the model holds {held}): {'; '.join(reasons)}; "
+        "`retrofit inspect MODEL` lists them"
+    )
 
 
 def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites | None) -> None:
     """Refuse a target that is pointless without activations where it would convert none."""
     if not converter.takes_activations or plan.proxied:
         return
-    # None is converted and none is left: the network has none, as one of linear layers.
-    if not converter.identity and not plan.note_on_activations:
+    why = plan.note_on_activations
+    if not why and not converter.identity:
+        # A network without activations, as one of linear layers: the target has a form for it.
         return
-    plainer = "gn"
-    if converter.identity:
-        plainer = plan.to.removesuffix("-pn")
-    why = plan.note_on_activations or "none follows a norm"
     if sites is not None and sites.hindrance:
         why = f"what follows its norm is unknown: {sites.hindrance}"
     raise RetrofitError(
-        f"{plan.to} would convert no activation: {why}; use `to={plainer!r}`, which leaves them "
-        "alone"
+        f"{plan.to} would convert no activation: {why or 'none follows a norm'}; use gn or ln, "
+        "which leave them alone"
     )
 
 
@@ -279,16 +249,13 @@ def refuse_constants(plan: Plan, norms: Sequence[NormLayer], shapes: Shapes | No
         for row in plan.converted
         if _makes_constants(row, layers[row.name], (shapes or {}).get(row.name, ()))
     ]
-    if not constant:
-        return
-    unless = ""
-    if shapes is None:
-        unless = ", or show by example `inputs` that its maps have more positions"
-    raise RetrofitError(
-        f"every group of {shortlist(constant)} would hold a single value, of which a normalization "
-        "makes a constant; the model is left as it was: take fewer groups with `groups`, keep them "
-        f"with `skip`{unless}"
-    )
+    if constant:
+        raise RetrofitError(
+            f"every group of {shortlist(constant)} would hold a single value, of which a "
+            "normalization makes a constant; the model is left as it was: take fewer groups with "
+            "`groups`, keep them with `skip`, or pass example `inputs` whose maps have more "
+            "positions"
+        )
 
 
 def _makes_constants(row: LayerRow, norm: NormLayer, shapes: Sequence[torch.Size]) -> bool:

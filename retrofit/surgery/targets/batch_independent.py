@@ -48,6 +48,7 @@ _MBCONV = ("InvertedResidual", "DepthwiseSeparableConv", "EdgeResidual")
 class BatchIndependentConverter(Converter):
     """BatchNorm to `MigratedGroupNorm`, optionally with ProxyNorm and weight standardization."""
 
+    sources = ("bn", "frozen-bn", "gn")
     changes_sets = True
 
     def __init__(self, groups: int, proxy: bool) -> None:
@@ -74,7 +75,7 @@ class BatchIndependentConverter(Converter):
             sites = self.sites_of(model)
         rows = []
         for layer in layers:
-            if layer.family == "gn" and self.takes_activations:
+            if layer.family == "gn":
                 rows.append(self._proxied_group_norm(model, layer, sites))
             else:
                 rows.append(self._migrated(layer, options, measured, sites))
@@ -176,10 +177,6 @@ class BatchIndependentConverter(Converter):
         sites: Sites,
     ) -> LayerRow:
         """Decide a layer of any other family."""
-        if layer.family not in ("bn", "frozen-bn"):
-            return layer.row(
-                "unsupported", f"{layer.family_name} has no statistics of the batch to migrate"
-            )
         if not _migratable(layer):
             return layer.row(
                 "unsupported", "it tracks no running statistics, so there is nothing to migrate"
@@ -258,10 +255,7 @@ def _proxy(model: nn.Module, site: Site, row: EditRow) -> int:
 
 
 def _migratable(layer: NormLayer) -> bool:
-    return (
-        layer.family in ("bn", "frozen-bn")
-        and getattr(layer.layer, "running_mean", None) is not None
-    )
+    return getattr(layer.layer, "running_mean", None) is not None
 
 
 def most_groups(

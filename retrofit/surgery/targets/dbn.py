@@ -367,10 +367,6 @@ class DecorrelatedConverter(NormalityConverter):
 
     def _problem(self, layer: NormLayer, cls: str) -> str:
         """Why a layer has no counterpart of that class; empty if it has."""
-        if layer.family != "bn":
-            return (
-                f"{layer.family_name} has no function-preserving path to whitening over the batch"
-            )
         # Every BatchNorm has a registered counterpart but torch's and timm's synchronized ones.
         if layer_named(cls) is None:
             return (

@@ -24,10 +24,6 @@ class FrozenConverter(Converter):
     has_strength = False
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
-        if layer.family not in self.sources:
-            return layer.row(
-                "unsupported", f"{layer.family_name} has no statistics of the batch to freeze"
-            )
         if isinstance(layer.layer, FrozenBatchNorm):
             return layer.row("kept", "already converted")
         if getattr(layer.layer, "running_mean", None) is None:

@@ -62,6 +62,7 @@ class FusedConverter(Converter):
     the same layer without its activation.
     """
 
+    sources = ("bn",)
     identity = False
     has_strength = False
     changes_sets = True
@@ -157,8 +158,6 @@ class FusedConverter(Converter):
         return self._problem_of_layer(layer) or self._problem_of_calls(model, layer, calls, sites)
 
     def _problem_of_layer(self, layer: NormLayer) -> str:
-        if layer.family != "bn":
-            return f"{self.layer} takes BatchNorm's place, not {layer.family_name}'s"
         if layer.known_class not in _MAPS:
             return f"{self.layer} normalizes maps, (N, C, H, W), alone"
         if layer.layer.running_mean is None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
-from retrofit.registry import FAMILIES, layer_named
+from retrofit.registry import layer_named
 from retrofit.surgery.converter import Converter, adopt
 from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
@@ -24,11 +24,6 @@ class NormalityConverter(Converter):
     """
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
-        if layer.family not in self.sources:
-            return layer.row(
-                "unsupported",
-                f"{layer.family_name} has no function-preserving path to {self._counterparts()}",
-            )
         # timm's variants in float32, without a bias, or of one group are the plain class with
         # other arguments.
         source = re.sub("Fp32|NoBias|Exp|(?<=GroupNorm)1", "", layer.known_class)
@@ -52,12 +47,6 @@ class NormalityConverter(Converter):
             new = cls(module.num_features, track_running_stats=mean is not None, **arguments)
         return adopt(new, module)
 
-    def _counterparts(self) -> str:
-        if len(self.sources) > 1:
-            return "its normality counterpart"
-        (family,) = self.sources
-        return f"{FAMILIES[family]}; use `to='normal'`"
-
 
 def gaussianization(options: ConversionOptions) -> dict[str, Any]:
     """Return the constructor's options of a normality-normalized layer: the noise, and those that
@@ -70,9 +59,4 @@ def gaussianization(options: ConversionOptions) -> dict[str, Any]:
     return {name: value for name, value in settled.items() if value is not None}
 
 
-# One object a target: `converter_for` gives each the families of its target.
-BNN = NormalityConverter()
-LNN = NormalityConverter()
-GNN = NormalityConverter()
-INN = NormalityConverter()
-NORMAL = NormalityConverter()
+NORMALITY = NormalityConverter()

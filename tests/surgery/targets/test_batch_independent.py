@@ -215,7 +215,7 @@ def test_proxying_nothing_is_refused() -> None:
     for model, message in (
         (
             DataDependent(),
-            "ln-pn would convert no activation.*what follows its norm is unknown.*use `to='ln'`, ",
+            "ln-pn would convert no activation.*what follows its norm is unknown.*; use gn or ln, ",
         ),
         (nn.Sequential(nn.BatchNorm2d(8)), "none follows a norm"),
         (TwoConsumers(), "output used 2 times"),
