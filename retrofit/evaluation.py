@@ -237,7 +237,7 @@ def class_scores(output: Any, outputs_needed: int | None = None) -> Tensor:
     if not isinstance(output, Tensor) or output.ndim != 2:
         raise RetrofitError(
             f"the model gives no class scores (its output: {shape_or_class(output)}); use an image "
-            "classifier"
+            "classifier with a single output"
         )
     outputs = output.shape[1]
     if outputs_needed is not None and outputs_needed > outputs:

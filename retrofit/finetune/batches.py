@@ -6,8 +6,8 @@ alone: not on the number of workers or processes, and not on whether the run was
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,13 @@ import torch
 from timm.data import create_transform
 from timm.data.loader import PrefetchLoader
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_images import ImageSubset
 from retrofit.images.dataset import heed_no_signals
 from retrofit.record import Preprocess
-from retrofit.utils.forward_pass import other_random_states_kept
 from retrofit.utils.text import one_line, shortlist
 
 # Epoch, and number of the image.
@@ -32,26 +31,19 @@ CPU = torch.device("cpu")
 
 
 class Augmented(ImageSubset):
-    """Images whose augmentation is drawn from (seed, epoch, image): ask for a list of (epoch,
-    number).
+    """Images whose augmentation is drawn from (seed, epoch, image): ask for (epoch, number).
+
+    Reading one leaves Python's, numpy's and torch's generators as its augmentation left them.
     """
 
     def __init__(self, images: Any, transform: Callable[[Any], Any], seed: int) -> None:
         super().__init__(images, transform=transform)
         self._seed = seed
 
-    def __getitems__(self, keys: list[Key]) -> list[Sample]:
-        """Read a batch, and leave Python's, numpy's and torch's CPU generators as they were."""
-        # Once a batch, as this is slow.
-        with torch.random.fork_rng([]), other_random_states_kept():
-            return [self._read(*key) for key in keys]
-
-    def _read(self, epoch: int, number: int) -> Sample:
-        seed = _hash(self._seed, epoch, number)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        return self[number]
+    def __getitem__(self, key: Any) -> Sample:
+        epoch, number = key
+        seed_generators(self._seed, epoch, number)
+        return super().__getitem__(number)
 
 
 def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any], Tensor]:
@@ -76,7 +68,7 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
             interpolation=recipe.train_interpolation,
             mean=preprocess.mean,
             std=preprocess.std,
-            normalize=_erases(recipe),
+            normalize=recipe.reprob > 0,
             re_prob=recipe.reprob,
             re_mode="pixel",
         )
@@ -88,35 +80,17 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
         ) from error
 
 
-def _erases(recipe: Recipe) -> bool:
-    return recipe.reprob > 0 and not recipe.no_aug
-
-
-class Order:
-    """The batches of `epoch` for one process, from batch `start` on: set both before each pass.
+class Order(DistributedSampler[Any]):
+    """The images of an epoch for one process, from number `start` on: `set_epoch` before each pass.
 
     The processes' batches together are those that a single process with the whole batch size gives.
     """
 
-    def __init__(self, count: int, batch_size: int, rank: int, world: int, seed: int) -> None:
-        self.count = count
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world = world
-        self.seed = seed
-        self.epoch = 0
-        self.start = 0
+    start = 0
 
-    def __len__(self) -> int:
-        # What is left over at an epoch's end is left out.
-        return self.count // (self.batch_size * self.world)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        generator = torch.Generator().manual_seed(_hash(self.seed, self.epoch))
-        order = torch.randperm(self.count, generator=generator, device="cpu").tolist()
-        for batch in range(self.start, len(self)):
-            first = (batch * self.world + self.rank) * self.batch_size
-            yield [(self.epoch, number) for number in order[first : first + self.batch_size]]
+    def __iter__(self) -> Iterator[Key]:
+        for number in islice(super().__iter__(), self.start, None):
+            yield self.epoch, number
 
 
 class Batches:
@@ -153,8 +127,18 @@ class Batches:
                 f"{count} images to train on are too few for {world} processes; give more"
             )
         augmented = Augmented(images, training_transform(recipe, preprocess), recipe.seed)
-        self._order = Order(count, batch_size, rank, world, recipe.seed)
-        self._host = _HostBatches(augmented, self._order, recipe, device)
+        # What is left over at an epoch's end is left out.
+        self._order = Order(augmented, world, rank, seed=_hash(recipe.seed), drop_last=True)
+        self._batches = BatchSampler(self._order, batch_size, drop_last=True)
+        self._host = _HostBatches(
+            augmented,
+            # The order does not hold the loader: workers end when nothing holds it.
+            batch_sampler=self._batches,
+            num_workers=recipe.workers,
+            worker_init_fn=heed_no_signals,
+            persistent_workers=recipe.workers > 0,
+            pin_memory=device.type == "cuda",
+        )
         # It copies a batch to the device, and normalizes it there, while the one before is used.
         self._loader = PrefetchLoader(
             self._host,
@@ -164,14 +148,14 @@ class Batches:
         )
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._batches)
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Give an epoch's batches from batch `start` on: images, (N, C, H, W), and targets, (N,),
         on the device.
         """
-        self._order.epoch = number
-        self._order.start = start
+        self._order.set_epoch(number)
+        self._order.start = start * self._batches.batch_size
         return iter(self._loader)
 
     def take_unreadable(self) -> list[str]:
@@ -185,57 +169,27 @@ class Batches:
 
 def _normalization(recipe: Recipe, preprocess: Preprocess) -> dict[str, tuple[float, ...]]:
     """Return the mean and deviation, of pixels from 0 to 1, by which the loader normalizes."""
-    if not _erases(recipe):
+    if recipe.reprob == 0:
         return {"mean": preprocess.mean, "std": preprocess.std}
     channels = preprocess.input_size[0]
     # The loader multiplies both by 255: it subtracts 0 and divides by 1.
     return {"mean": (0.0,) * channels, "std": (1 / 255,) * channels}
 
 
-class _HostBatches:
+class _HostBatches(DataLoader[Any]):
     """Batches in the host's memory, in which readable images replace unreadable ones."""
 
-    def __init__(
-        self, images: Augmented, order: Order, recipe: Recipe, device: torch.device
-    ) -> None:
-        self._images = images
+    def __init__(self, images: Augmented, **options: Any) -> None:
+        super().__init__(images, **options)
         self.unreadable: list[str] = []
-        self._loader = DataLoader(
-            images,
-            # The order does not hold the loader: workers end when nothing holds it.
-            batch_sampler=order,
-            num_workers=recipe.workers,
-            worker_init_fn=heed_no_signals,
-            persistent_workers=recipe.workers > 0,
-            pin_memory=device.type == "cuda",
-            collate_fn=_channels_last_batch if recipe.channels_last else _batch,
-            # A generator of its own, so that the loader takes nothing from the network's.
-            generator=torch.Generator(),
-        )
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for images, targets in self._loader:
-            self.unreadable += replace_unreadable(images, targets, self._images)
+    def __iter__(self) -> Any:
+        for images, targets in super().__iter__():
+            self.unreadable += replace_unreadable(images, targets, self.dataset)
             yield images, targets
 
 
-def _batch(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Return images as (N, C, H, W) and targets as (N,)."""
-    images, targets = _channels_last_batch(samples)
-    return images.contiguous(), targets
-
-
-def _channels_last_batch(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Return images as (N, C, H, W) in the channels-last memory format, and targets as (N,).
-
-    An image in bytes is a view, (C, H, W), of pixels in that format already.
-    """
-    pixels = torch.stack([image.movedim(0, -1) for image, _ in samples])
-    targets = torch.tensor([target for _, target in samples], device="cpu")
-    return pixels.movedim(-1, 1), targets
-
-
-def replace_unreadable(images: Tensor, targets: Tensor, dataset: ImageSubset) -> list[str]:
+def replace_unreadable(images: Tensor, targets: Tensor, dataset: Any) -> list[str]:
     """Replace a batch's unreadable images by readable ones, and return their names.
 
     Raises:
@@ -255,10 +209,21 @@ def replace_unreadable(images: Tensor, targets: Tensor, dataset: ImageSubset) ->
             f"none of a batch's {len(names)} images can be read ({shortlist(names)}); "
             "check the files"
         )
-    for position, substitute in zip(unreadable, cycle(readable), strict=False):
-        images[position] = images[substitute]
-        targets[position] = targets[substitute]
+    for position in unreadable:
+        images[position] = images[readable[0]]
+        targets[position] = targets[readable[0]]
     return names
+
+
+def seed_generators(*key: int) -> None:
+    """Seed Python's, numpy's and torch's generators by all of `key`."""
+    seed = _hash(*key)
+    random.seed(seed)
+    np.random.seed(seed)
+    # `torch.manual_seed` takes 2 ms where CUDA has not been used.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def _hash(*key: int) -> int:

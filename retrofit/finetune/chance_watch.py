@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from retrofit.finetune.recipe import Recipe
-from retrofit.layers import MigratedGroupNorm
 from retrofit.utils.forward_pass import device_of, evaluating
 
 # A network that has begun to learn has a loss below this share of that of guessing.
@@ -68,7 +67,7 @@ class ChanceWatch:
             return None
         self._done = True
         collapsed = any(all_alike(model, some) for some in few)
-        why = explanation(model, recipe, self._steps, collapsed, self._untrained)
+        why = explanation(recipe, self._steps, collapsed, self._untrained)
         figures = f"top-1 {top1:.1f}% of {classes} classes, loss {loss:.2f}"
         return (
             f"warning: after epoch {epoch} the network does no better than guessing "
@@ -99,9 +98,7 @@ def all_alike(model: nn.Module, images: Tensor) -> bool:
     return bool(by_image.abs().max() < _SAME * by_class.abs().max())
 
 
-def explanation(
-    model: nn.Module, recipe: Recipe, steps: int, collapsed: bool, untrained: bool
-) -> str:
+def explanation(recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
     """Say what a run at chance most likely suffers from, and what to change."""
     if not collapsed and untrained:
         return "it began with random weights: train it longer, or begin with trained ones"
@@ -113,8 +110,4 @@ def explanation(
     cause = f"the learning rate {recipe.lr:g} is probably too high"
     if collapsed:
         cause = f"its features have collapsed, all images get the same answer: {cause}"
-    if any(isinstance(module, MigratedGroupNorm) for module in model.modules()):
-        cause += " for layers that take no statistics of the batch"
-    if recipe.warmup:
-        return f"{cause}; lower `lr` or raise `warmup_epochs`"
-    return f"{cause} without warm-up; lower `lr` or give `warmup_epochs=1`"
+    return f"{cause}; lower `lr` or raise `warmup_epochs`"

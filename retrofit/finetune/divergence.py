@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from retrofit.finetune.recipe import Recipe
 from retrofit.layers import FrozenBatchNorm, StrengthMixin
 from retrofit.utils.forward_pass import hooked
 
@@ -23,9 +22,7 @@ def not_finite(model: nn.Module) -> str | None:
     return None
 
 
-def divergence_of(
-    model: nn.Module, images: Tensor, fault: Fault, recipe: Recipe
-) -> tuple[str, str]:
+def divergence_of(model: nn.Module, images: Tensor, fault: Fault) -> tuple[str, str]:
     """Say which layer diverged first, shown by a batch of images (N, C, H, W), and what to do.
 
     It is the first in the order of the computation whose statistics or outputs are not finite.
@@ -38,14 +35,10 @@ def divergence_of(
         first = min(diverged, key=_rank)
         names = {module: name for name, module in model.named_modules()}
         return f"{names[first] or 'the network'} ({type(first).__name__}) went first", advice
-    if fault == "loss":
-        return "all layers are finite, the loss alone is not", advice
-    if fault == "state":
+    if fault != "gradient":
         return "no layer's output is affected", advice
     cause = "the loss and all layers are finite, so the cause is not `lr`"
-    if recipe.amp:
-        return cause, "start again with `amp=False`"
-    return cause, "start again on another `device`"
+    return cause, "start again with `amp=False`, or on another `device`"
 
 
 def _diverged_modules(model: nn.Module, images: Tensor) -> list[nn.Module]:

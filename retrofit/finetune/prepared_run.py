@@ -66,10 +66,10 @@ class PreparedRun:
             self.new_tensors = tuple(state["new_tensors"])
         self.network = network
         outputs = scores_of(network)
-        layout = torch.contiguous_format
+        self.layout = torch.contiguous_format
         if recipe.channels_last:
-            layout = torch.channels_last
-        self.model = network.model.to(self.device).to(memory_format=layout)
+            self.layout = torch.channels_last
+        self.model = network.model.to(self.device).to(memory_format=self.layout)
         self.model.train()
         teacher = None
         if recipe.teacher == "source":

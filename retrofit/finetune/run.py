@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from timm.utils import random_seed
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.evaluation import Accuracy
 from retrofit.finetune import run_report, run_state
 from retrofit.finetune.accelerator import make_accelerator, summed
+from retrofit.finetune.batches import seed_generators
 from retrofit.finetune.divergence import Fault, divergence_of, not_finite
 from retrofit.finetune.prepared_run import PreparedRun
 from retrofit.finetune.recipe import Recipe
@@ -97,7 +97,6 @@ class Run(PreparedRun):
             start = self.folder / run_state.START
             self._write_artifact(self.model, start, self.network.weights, proved=False)
         self.callback.started(self.folder)
-        random_seed(self.recipe.seed, self.accelerator.process_index)
         self.checkpoint()
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -118,18 +117,15 @@ class Run(PreparedRun):
             part.load_state_dict(state[name])
         rank = self.accelerator.process_index
         self.position = Position(**state["positions"][rank])
-        run_state.set_random_state(state["generators"][rank])
         self.callback.note(f"resumed at step {self.position.step} of {self.position.steps}")
 
     def checkpoint(self) -> None:
         """Write the state of all processes."""
-        generators = gather_object([run_state.random_state()])
         # Each process has losses and unreadable images of its own.
         positions = gather_object([asdict(self.position)])
         if not self.accelerator.is_main_process:
             return
         state = {
-            "generators": generators,
             "positions": positions,
             "kept": self.kept,
             "new_tensors": list(self.new_tensors),
@@ -193,6 +189,11 @@ class Run(PreparedRun):
     def _train_batch(self, images: Tensor, targets: Tensor) -> None:
         """Do a batch's share of a step; images (N, C, H, W) and targets (N,) are on the device."""
         self._list_unreadable(self.batches.take_unreadable(), "another image takes its place")
+        # By what is done so far: then a run that is resumed goes on as if it had not stopped.
+        position = self.position
+        rank = self.accelerator.process_index
+        seed_generators(self.recipe.seed, rank, position.step, position.images)
+        images = images.contiguous(memory_format=self.layout)
         images, targets = self.objective.mix(images, targets)
         with self.accelerator.accumulate(self.wrapped):
             loss = self.objective.loss(self.wrapped(images), images, targets)
@@ -203,7 +204,7 @@ class Run(PreparedRun):
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.last_images = images
-        self.position.images += len(images)
+        position.images += len(images)
 
     def _recentre(self) -> None:
         """Before the strength falls again, put the network's present estimates into constants."""
@@ -279,7 +280,7 @@ class Run(PreparedRun):
         """
         # The other processes do not take part.
         with local_norms(self.model):
-            cause, advice = divergence_of(self.model, images, fault, self.recipe)
+            cause, advice = divergence_of(self.model, images, fault)
         good = run_state.load_state(self.folder)["positions"][0]["step"]
         return RetrofitError(
             f"{description} is not finite at step {step} of {self.position.steps}: {cause}; "

@@ -3,17 +3,18 @@ own teacher.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.utils import random_seed
-from torch import Tensor, nn
+from torch import nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.evaluation import class_scores
 from retrofit.finetune import run_state
 from retrofit.finetune.divergence import not_finite
 from retrofit.finetune.recipe import Recipe
@@ -26,7 +27,7 @@ from retrofit.networks.state_tensors import state_tensors
 from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import set_record
 from retrofit.utils.forward_pass import evaluating
-from retrofit.utils.text import one_line, plural, shortlist
+from retrofit.utils.text import one_line, plural
 
 # Weights and biases of a head, or of two with a distillation token.
 _MOST_NEW_TENSORS = 4
@@ -102,9 +103,8 @@ def fit_network(
             f"{name} of {network.source} holds NaN or infinity before the first step; "
             "train from other weights"
         )
-    built_for = network.preprocess.input_size
     _set_image_size(network, recipe)
-    present = scores_of(network, built_for)
+    present = scores_of(network)
     class_names = images.names
     outputs = recipe.num_classes or len(class_names or ()) or present
     new_tensors: tuple[str, ...] = ()
@@ -116,20 +116,26 @@ def fit_network(
             )
         network, new_tensors = with_classes(network, outputs)
         note(f"new classifier: {outputs} outputs in place of {present}, initialized to zero")
-    # A new classifier has no labels.
-    if recipe.labelled and images.train.contradicts(network.labels):
-        note(_taken_by_order(network, images, recipe))
+    elif recipe.labelled:
+        doubt = images.train.doubt(outputs, network.labels)
+        _say_doubt(doubt, recipe, note)
     if class_names is not None:
-        _set_labels(network, class_names, outputs)
+        # Other outputs than the data has classes stay without names.
+        labels = list(class_names) if len(class_names) == outputs else None
+        set_record(network.model, labels=labels)
     return network, new_tensors
 
 
-def _set_labels(network: Network, names: Sequence[str], outputs: int) -> None:
-    """Name the outputs by the data's classes; leave them without names if their number differs."""
-    labels = None
-    if len(names) == outputs:
-        labels = list(names)
-    set_record(network.model, labels=labels)
+def _say_doubt(doubt: str, recipe: Recipe, note: Callable[[str], None]) -> None:
+    """Note that the data's classes may not be the network's outputs; refuse it of a teacher."""
+    if not doubt:
+        return
+    if recipe.teacher == "source":
+        raise RetrofitError(
+            f"{doubt}, so that its teacher may contradict the labels; "
+            f"give `class_map`, or {UNLABELLED}"
+        )
+    note(f"{doubt}; if that is wrong, give `class_map`")
 
 
 def _set_image_size(network: Network, recipe: Recipe) -> None:
@@ -140,67 +146,25 @@ def _set_image_size(network: Network, recipe: Recipe) -> None:
     set_record(network.model, preprocess=replace(preprocess, input_size=size, crop_pct=crop_pct))
 
 
-def _taken_by_order(network: Network, images: Images, recipe: Recipe) -> str:
-    """Say that the data's classes were taken for outputs of other names; refuse it of a teacher."""
-    classes = shortlist(images.train.names or ())
-    labels = shortlist(network.labels or ())
-    problem = (
-        f"the data's classes ({classes}) are not what the network calls its outputs ({labels})"
-    )
-    if recipe.teacher == "source":
-        raise RetrofitError(
-            f"{problem}, so that its teacher may contradict the labels; "
-            f"give `class_map`, or {UNLABELLED}"
-        )
-    return (
-        f"{problem}: they were taken for its outputs in their order; "
-        "if that is wrong, give `class_map`"
-    )
-
-
-def scores_of(network: Network, built_for: tuple[int, int, int] | None = None) -> int:
-    """Return how many class scores a network gives for an image of its record's size.
-
-    Args:
-        network: The network.
-        built_for: The image size (C, H, W) that it was built for; None for its record's.
+def scores_of(network: Network) -> int:
+    """Return how many class scores a network gives in training for an image of its record's size.
 
     Raises:
         RetrofitError: If it gives no class scores, or does not take the image.
     """
-    size = network.preprocess.input_size
+    channels, height, width = network.preprocess.input_size
     with evaluating(network.model):
         # Only this module's mode: networks with several heads choose by it.
         network.model.training = True
         try:
-            answer = network.model(torch.zeros(1, *size))
+            answer = network.model(torch.zeros(1, channels, height, width))
         except Exception as error:
-            raise _wrong_size(network, built_for, error) from error
-    if isinstance(answer, Tensor) and answer.ndim == 2:
-        return answer.shape[1]
-    kind = type(answer).__name__
-    if isinstance(answer, Tensor):
-        kind = f"a tensor of shape {tuple(answer.shape)}"
-    raise RetrofitError(
-        f"{network.source} gives {kind} in training, not class scores; use an image classifier"
-    )
-
-
-def _wrong_size(
-    network: Network, built_for: tuple[int, int, int] | None, error: Exception
-) -> RetrofitError:
-    size = network.preprocess.input_size
-    pixels = f"{size[1]} x {size[2]} pixels"
-    advice = "give another `img_size`"
-    if built_for is not None and size != built_for:
-        build = f"`retrofit convert --img-size {size[-1]}`"
-        advice = (
-            f"give `img_size={built_for[-1]}`, "
-            f"or build it for this size before it is converted ({build})"
-        )
-    return RetrofitError(
-        f"{network.source} does not take images of {pixels} ({one_line(error)}); {advice}"
-    )
+            raise RetrofitError(
+                f"{network.source} does not take images of {height} x {width} pixels "
+                f"({one_line(error)}); give another `img_size`, or build it for this size before "
+                f"it is converted (`retrofit convert --img-size {width}`)"
+            ) from error
+    return class_scores(answer).shape[1]
 
 
 def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ...]]:

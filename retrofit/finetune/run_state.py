@@ -3,14 +3,12 @@ step depends.
 """
 
 import os
-import random
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from retrofit.errors import RetrofitError
@@ -162,29 +160,3 @@ def load_state(folder: Path) -> dict[str, Any]:
     raise RetrofitError(
         f"no state to resume in {folder} ({reason}); start anew in another folder with its {RECIPE}"
     )
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of Python's, numpy's and torch's generators, as values that `torch.load`
-    reads safely.
-    """
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    integers = np.asarray(keys).tolist()
-    numpy = (kind, integers, *rest)
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": numpy,
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Let the generators go on from where `random_state` found them."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

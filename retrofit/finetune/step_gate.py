@@ -46,11 +46,10 @@ class Verdict:
         """
         if self.fault == "loss":
             return "the loss"
-        norms = dict(zip(self.names, self.norms.tolist(), strict=True))
-        broken = [name for name, norm in norms.items() if not math.isfinite(norm)]
-        if not broken:
-            broken = [max(norms, key=norms.__getitem__)]
-        return f"the gradient of {broken[-1]}"
+        sizes = self.norms.nan_to_num(math.inf, math.inf)
+        # The first of the largest, from the last layer back.
+        first = int(sizes.flip(0).argmax())
+        return f"the gradient of {self.names[-1 - first]}"
 
 
 class StepGate:

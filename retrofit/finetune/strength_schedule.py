@@ -140,27 +140,18 @@ class StrengthSchedule:
         """Continue from another schedule's state, and set the layers accordingly.
 
         Raises:
-            UsageError: If `state` is not from a schedule of such a network; nothing is changed in
-                that case.
+            UsageError: If `state` is of a network with another number of layers; nothing is changed
+                in that case.
         """
-        steps, starts = self._read(state)
-        if len(starts) != len(self._layers):
+        if len(state["starts"]) != len(self._layers):
             layers = plural(len(self._layers), "layer")
             raise UsageError(
                 f"`state` is not that of a StrengthSchedule of {layers}; "
                 "pass what `state_dict` of the schedule of the same network returned"
             )
-        self._steps = steps
-        self._starts = starts
+        self._steps = state["steps"]
+        self._starts = list(state["starts"])
         self._set(again=True)
-
-    @staticmethod
-    def _read(state: dict[str, Any]) -> tuple[int, list[float]]:
-        """Return the steps and the starts of a state; no starts if it is of something else."""
-        try:
-            return int(state["steps"]), [float(start) for start in state["starts"]]
-        except (KeyError, TypeError, ValueError):
-            return 0, []
 
     def _set(self, again: bool = False) -> None:
         """Set strength and noise where they change, or `again`, whatever has become of them."""

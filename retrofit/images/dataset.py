@@ -155,8 +155,10 @@ class ImageData:
             model_outputs = plural(outputs or 0, "output")
             problem = f"the data has {classes} and the model {model_outputs}"
         elif self.contradicts(labels):
-            classes = shortlist(self.names or ())
-            problem = f"the data's classes ({classes}) are not what the model calls its outputs"
+            ours = shortlist(self.names or ())
+            theirs = shortlist(labels or ())
+            problem = f"the data's classes ({ours}) are not what the model calls its outputs"
+            problem += f" ({theirs})"
         else:
             return ""
         last = self.classes - 1

@@ -83,20 +83,18 @@ def test_a_network_is_tried_as_it_trains_and_left_as_it_was() -> None:
     body = nn.Sequential(nn.Conv2d(3, 4, 5), nn.BatchNorm2d(4), nn.Flatten())
     network = standing_for(small_network(None), TwoHeads(body))
     before = copy.deepcopy(network.model.state_dict())
-    with pytest.raises(
-        RetrofitError, match=r"test_resnet gives tuple in training, not class scores; use an image"
-    ):
-        run_network.scores_of(network, (3, 16, 16))
+    with pytest.raises(RetrofitError, match=r"no class scores \(its output: tuple\); use an image"):
+        run_network.scores_of(network)
     assert_same(network.model.state_dict(), before)
     assert all(module.training for module in network.model.modules())
     network = standing_for(network, body)
-    assert run_network.scores_of(network, (3, 16, 16)) == 4 * 12 * 12
+    assert run_network.scores_of(network) == 4 * 12 * 12
     set_record(network.model, preprocess=replace(network.preprocess, input_size=(3, 4, 4)))
     with pytest.raises(
         RetrofitError,
-        match=r"of 4 x 4 pixels \(.*\); give `img_size=16`, or build it for this size",
+        match=r"of 4 x 4 pixels \(.*\); give another `img_size`, or build it .* --img-size 4",
     ):
-        run_network.scores_of(network, (3, 16, 16))
+        run_network.scores_of(network)
 
 
 def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
@@ -145,7 +143,7 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
     set_record(network.model, labels=labels)
     recipe = Recipe(data_dir=str(pictures), **settings)
     images, notes = open_data(recipe, labels, 3), []
-    unlike = rf"the data's classes \(ant, bee, cat\) are not what the network calls its outputs \({labels[0]}, "
+    unlike = rf"the data's classes \(ant, bee, cat\) are not what the model calls its outputs \({labels[0]}, "
     if said == "error":
         with pytest.raises(
             RetrofitError, match=rf"{unlike}.*; give `class_map`, .* `task_loss_weight=0`"
@@ -155,7 +153,10 @@ def test_outputs_are_called_as_the_data_trains_them_and_an_order_that_was_guesse
     network, _ = run_network.fit_network(network, images, recipe, notes.append)
     found = [note for note in notes if "new classifier" not in note]
     assert len(found) == bool(said), notes
-    assert all(re.match(rf"{unlike}.*if that is wrong, give `class_map`", note) for note in found)
+    doubt = (
+        rf"({unlike}|the data has 3 classes and the model 4 outputs).*if that is wrong, give `cl"
+    )
+    assert all(re.match(doubt, note) for note in found)
     assert network.labels == expected
     if recipe.labelled and expected is not None:
         images.train.images.transform = np.asarray

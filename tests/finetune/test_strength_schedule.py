@@ -107,16 +107,13 @@ def test_a_schedule_built_when_the_layers_have_moved_goes_on_from_its_state() ->
         again.step()
 
 
-@pytest.mark.parametrize(
-    "state", [5, {}, {"steps": 4, "starts": [0.0]}, {"steps": "x", "starts": [0.0, 0.0]}]
-)
-def test_the_state_of_something_else_changes_nothing(state: Any) -> None:
+def test_the_state_of_another_network_changes_nothing() -> None:
     model = network()
     schedule = StrengthSchedule(model, 8, ramp=1.0)
     schedule.step()
     before = schedule.state_dict(), strength_of(model)
     with pytest.raises(UsageError, match="of 2 layers"):
-        schedule.load_state_dict(state)
+        schedule.load_state_dict({"steps": 4, "starts": [0.0]})
     assert (schedule.state_dict(), strength_of(model)) == before
 
 
