@@ -88,9 +88,7 @@ def _by_constants(x: Tensor, constants: Tensor) -> Tensor:
     layout = layout_of(x.shape, x.stride(), dims, shape)
     in_memory = constants.permute(0, *(d + 1 for d in layout.order))
     out = torch.empty_like(x)
-    kernels.choose(out).apply(
-        layout.view(out), layout.view(x), layout.dims, in_memory.reshape(5, *layout.affine)
-    )
+    kernels.choose(out).apply(out, x, layout, in_memory.reshape(5, *layout.affine))
     return out
 
 

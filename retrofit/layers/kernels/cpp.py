@@ -22,12 +22,10 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -63,10 +61,6 @@ _CONSTANTS = tuple(
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
-# Seconds to build, which takes about ten.
-_LIMIT = 170.0
-# Seconds: longer than what another process does under the lock.
-_PATIENCE = 180.0
 TYPES = (torch.float32, torch.bfloat16)
 # Stages, as normality.cpp numbers them: all in one call, and that of `forward` that writes
 _ALL = -1
@@ -78,29 +72,24 @@ _STAGES = slice(0, 2), slice(2, 9), slice(9, 10), slice(10, 11)
 _SINGLE_THREADED = 2**14
 
 
-class UnavailableError(RuntimeError):
-    """There is no library and none can be had; the message says why, in a few words."""
-
-
 def load() -> ctypes.CDLL:
     """Load the library, built if this machine has none yet.
 
     Raises:
-        UnavailableError: If there can be none; says why.
+        OSError: If there can be none; says why.
     """
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        raise UnavailableError("they are built on Linux with glibc only")
+        raise OSError("they are built on Linux with glibc only")
     instructions = _INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ("-DWIDTH=4",))
     options = (*_FLAGS, *_CONSTANTS, *instructions)
     made_from = repr((options, platform.machine(), os.environ.get("CXX"))).encode()
     name = f"kernels-{digest(made_from + b''.join(file.read_bytes() for file in _SOURCES))}"
     try:
         return ctypes.CDLL(str(_cached(name, options)))
-    except subprocess.TimeoutExpired as error:
-        raise UnavailableError(f"{error.cmd[0]} took more than {_LIMIT:.0f} s") from None
-    except (OSError, UnavailableError) as error:
+    except OSError as error:
         fault = error
-    library = _built_for_this_process(name, options)
+    with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
+        library = ctypes.CDLL(str(_build(Path(private), name, options)))
     _log.warning("the C++ kernels are built anew by each process: %s", fault)
     return library
 
@@ -113,16 +102,6 @@ def _cached(name: str, options: tuple[str, ...]) -> Path:
         return library
     with locked(folder):
         return _find(folder, name) or _build(folder, name, options)
-
-
-def _built_for_this_process(name: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    try:
-        with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
-            return ctypes.CDLL(str(_build(Path(private), name, options)))
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnavailableError(
-            f"they cannot be built and loaded in a temporary folder ({error})"
-        ) from error
 
 
 def cache_folder() -> Path:
@@ -151,22 +130,15 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, one process at a time; go on without it where a stopped process
-    holds it for ever.
-    """
-    # fcntl is not on every platform that imports this module.
-    from retrofit.utils.files import acquire, release
+    """Hold the lock of a folder, one process at a time."""
+    # It is not on every platform that imports this module.
+    import fcntl
 
-    end = time.monotonic() + _PATIENCE
-    held = acquire(folder / "lock")
-    while not held and time.monotonic() < end:
-        time.sleep(0.05)
-        held = acquire(folder / "lock")
-    try:
+    with (folder / "lock").open("w") as lock:
+        # Where the file system has no locks, several processes may build.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        if held:
-            release(folder / "lock")
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -183,59 +155,35 @@ def _find(folder: Path, name: str) -> Path | None:
 
 def _build(folder: Path, name: str, options: tuple[str, ...]) -> Path:
     """Build the library; if it can be loaded it appears in `folder`, whole."""
-    from retrofit.utils.files import flush, temporary_folder
-
     compiler = _compiler()
     _log.warning("building the C++ kernels, once on this machine; this takes about ten seconds")
-    with temporary_folder(folder / name) as aside:
-        built = aside / "kernels.so"
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        built = Path(aside, "kernels.so")
         _compile(aside, *compiler, *options, *map(str, _SOURCES[:-1]), "-o", str(built))
         built.chmod(0o700)
         # An OSError if that is no library, or none may be loaded from here.
         ctypes.CDLL(str(built))
-        # So that the name stands for the whole content whatever happens.
-        flush(built)
         return built.replace(folder / f"{name}-{digest(built.read_bytes())}.so")
 
 
 def _compiler() -> list[str]:
     """Return the command of CXX, which may have arguments, or of the first compiler there is."""
-    named = os.environ.get("CXX", "")
-    try:
-        command = shlex.split(named)
-    except ValueError as error:
-        raise UnavailableError(f"CXX={named} is not a command ({error})") from error
+    command = shlex.split(os.environ.get("CXX", ""))
     if not command:
-        installed = [name for name in ("g++", "c++", "clang++") if shutil.which(name)]
-        command = installed[:1]
+        command = [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
     if not command:
-        raise UnavailableError("no C++ compiler was found; install g++")
-    if shutil.which(command[0]) is None:
-        raise UnavailableError(f"CXX={named} is not there")
+        raise OSError("no C++ compiler was found; install g++")
     return command
 
 
-def _compile(aside: Path, *command: str) -> None:
-    """Run a compiler whose temporary files go `aside`, in a session of its own so that its children
-    end with it.
-    """
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "TMPDIR": str(aside)},
-        start_new_session=True,
-    ) as process:
-        try:
-            _, output = process.communicate(timeout=_LIMIT)
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        message = output.decode(errors="replace").strip()
-        _log.debug("%s said: %s", command[0], message)
-        first_line = message.partition("\n")[0] or "no message"
-        raise UnavailableError(f"{command[0]} failed: {first_line[:200]}")
+def _compile(aside: str, *command: str) -> None:
+    """Run a compiler whose temporary files go `aside`."""
+    environment = {**os.environ, "TMPDIR": aside}
+    done = subprocess.run(command, stderr=subprocess.PIPE, env=environment, check=False)
+    if done.returncode:
+        message = done.stderr.decode(errors="replace")
+        first_line = message.strip().partition("\n")[0]
+        raise OSError(f"{command[0]} failed: {first_line}")
 
 
 def digest(content: bytes) -> str:
@@ -261,23 +209,21 @@ def forward(
     out: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, options: KernelOptions
 ) -> Tensor:
     """See `eager.forward`."""
-    layout = options.layout
-    geometry = _geometry(x, layout)
+    geometry = _geometry(x, options.layout)
     if geometry is None:
         return eager.forward(out, x, weight, bias, options)
-    out, x = layout.view(out), layout.view(x)
-    weight, bias = layout.view_affine(weight), layout.view_affine(bias)
-    c_options, group = _options(x, options), options.group
-    stats = room(FIELDS, *(1 if d in layout.dims else n for d, n in enumerate(x.shape)))
+    c_options = _options(x, options)
+    stats = room(FIELDS, geometry.sets)
     tensors = out, x, floats(weight), floats(bias), stats
-    if group is None:
+    if options.group is None:
         call("forward", geometry, c_options, *tensors, None)
         return stats
     parts = room(_STAGES[-1].stop, geometry.sets)
-    for stage, rows in enumerate(_STAGES if c_options.has_noise else _STAGES[:2]):
+    stages = _STAGES if c_options.has_noise else _STAGES[:2]
+    for stage, rows in enumerate(stages):
         c_options.stage = stage
         call("forward", geometry, c_options, *tensors, parts)
-        parts[rows] = _over_ranks(stage, parts[rows], x.numel() // geometry.sets, group)
+        parts[rows] = _over_ranks(stage, parts[rows], x.numel() // geometry.sets, options.group)
     c_options.stage = _LAST
     call("forward", geometry, c_options, *tensors, parts)
     return stats
@@ -292,31 +238,28 @@ def backward(
     options: KernelOptions,
 ) -> Tensor:
     """See `eager.backward`."""
-    layout = options.layout
-    geometry = _geometry(x, layout)
+    geometry = _geometry(x, options.layout)
     if geometry is None:
         return eager.backward(grad_x, x, grad, weight, stats, options)
-    grad_x, x, grad = layout.view(grad_x), layout.view(x), layout.view(grad)
-    weight = layout.view_affine(weight)
     c_options = _options(x, options)
-    shares = room(c_options.threads, 2, *layout.affine).zero_()
-    tensors, parts = (grad_x, shares, x, grad.to(x.dtype), floats(weight), stats), None
+    shares = room(c_options.threads, 2, *options.layout.affine).zero_()
+    tensors = grad_x, shares, x, grad, floats(weight), stats
+    parts = None
     if options.group is not None:
-        parts, c_options.stage = room(5, geometry.sets), 0
+        parts = room(5, geometry.sets)
+        c_options.stage = 0
         call("backward", geometry, c_options, *tensors, parts)
-        parts, c_options.stage = _average(parts, x.numel() // geometry.sets, options.group), 1
+        parts = _average(parts, x.numel() // geometry.sets, options.group)
+        c_options.stage = 1
     call("backward", geometry, c_options, *tensors, parts)
     return shares.sum(0)
 
 
-def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
+def apply(out: Tensor, x: Tensor, layout: Layout, constants: Tensor) -> None:
     """See `eager.apply`."""
-    geometry = None
-    if x.dtype in TYPES:
-        width = library().width()
-        geometry = geometry_of(tuple(x.shape), dims, tuple(constants.shape[1:]), width, True)
+    geometry = _geometry(x, layout)
     if geometry is None:
-        eager.apply(out, x, dims, constants)
+        eager.apply(out, x, layout, constants)
     else:
         c_options = _COptions(threads=threads(x), half=x.dtype == torch.bfloat16)
         call("apply", geometry, c_options, out, x, constants)
@@ -329,7 +272,7 @@ def fault() -> str | None:
     """
     try:
         library()
-    except (OSError, UnavailableError) as error:
+    except OSError as error:
         return f"there are no C++ kernels: {error}"
     return None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from retrofit.layers.kernels.kernel_options import KernelOptions
+from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.normal_numbers import normal
 from retrofit.layers.power_transform import (
     Reductions,
@@ -238,10 +239,12 @@ def _add(total: Tensor, share: Tensor) -> None:
     total += share.sum_to_size(total.shape)
 
 
-def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
+def apply(out: Tensor, x: Tensor, layout: Layout, constants: Tensor) -> None:
     """Fill `out` with `by_constants` of five numbers a set, stacked: mean, 1 / std, lambda - 1,
     gamma and beta.
     """
+    out = layout.view(out)
+    x = layout.view(x)
     for block in blocks(x, ()):
         block(out).copy_(by_constants(block(x), torch.stack([block.of(c) for c in constants])))
 

@@ -239,7 +239,7 @@ def _results(
             numbers(*case.affine),
         )
         constants = torch.stack([mean, rstd, change, weight.cpu(), bias.cpu()]).to(device)
-        kernels.apply(applied, x, case.dims, constants)
+        kernels.apply(applied, x, layout, constants)
         results["the output by given statistics"] = applied
     return results
 

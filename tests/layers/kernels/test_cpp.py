@@ -9,7 +9,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -109,15 +108,6 @@ def test_where_nothing_can_be_kept_a_temporary_folder_serves(
     assert not Path("~").exists()
 
 
-def test_a_lock_that_nobody_gives_back_is_not_waited_for_for_ever(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a process was stopped while it built."""
-    monkeypatch.setattr(cpp, "_PATIENCE", 0.2)
-    with cpp.locked(cache_folder()):
-        assert works()
-
-
 def test_a_damaged_library_is_built_again(cache: Path) -> None:
     assert works()
     (built,) = (cache / "retrofit").glob("*.so")
@@ -176,21 +166,10 @@ def test_nothing_is_loaded_from_another_users_folder(
         cache_folder()
 
 
-def test_a_compiler_that_hangs_is_ended(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpp, "_LIMIT", 0.2)
-    Path(os.environ["CXX"]).write_text(f"#!/bin/sh\n(sleep 1; touch {cache}/survived) &\nwait\n")
-    with pytest.raises(cpp.UnavailableError, match="took more than"):
-        cpp.load()
-    time.sleep(1.2)
-    assert not (cache / "survived").exists()
-    assert kept(cache) == []
-
-
 WRITES = """sh -c 'while [ "$1" != -o ]; do shift; done; {} "$2"' sh"""
 BROKEN = {
     f"{sys.executable} -I": "failed: ",
-    "g++ '": "not a command",
-    "/not/there": "CXX=/not/there is not there",
+    "/not/there": "No such file or directory: '/not/there'",
     WRITES.format("echo damaged >"): r"kernels\.so: file too short",
 }
 
@@ -200,7 +179,7 @@ def test_a_broken_compiler_leaves_nothing_behind(
     compiler: str, message: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(cpp.UnavailableError, match=message):
+    with pytest.raises(OSError, match=message):
         cpp.load()
     assert kept(cache) == []
 
@@ -211,7 +190,7 @@ def test_other_platforms_are_refused(
 ) -> None:
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))  # musl has no answer
-    with pytest.raises(cpp.UnavailableError, match="Linux with glibc only"):
+    with pytest.raises(OSError, match="Linux with glibc only"):
         cpp.load()
 
 
@@ -283,7 +262,7 @@ TESTS = ("tests/layers/kernels/test_channelwise.py", "tests/layers/kernels/test_
 RUN = """
 import sys, pytest
 from retrofit.layers.kernels import cpp
-cpp._FLAGS, cpp._LIMIT = (*(flag for flag in cpp._FLAGS if flag != "-O3"), "-O1"), 900.0
+cpp._FLAGS = (*(flag for flag in cpp._FLAGS if flag != "-O3"), "-O1")
 sys.exit(pytest.main(["-n", "0", "-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 

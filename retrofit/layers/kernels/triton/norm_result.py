@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retrofit.layers.kernels import eager
+from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.affine import affine_of_elements, affine_of_sets
 from retrofit.layers.kernels.triton.arithmetic import normal
@@ -68,11 +69,10 @@ def apply_kernel(
     over(place, _store_result, operands, (), TILE)
 
 
-def apply(out: Tensor, x: Tensor, dims: tuple[int, ...], constants: Tensor) -> None:
+def apply(out: Tensor, x: Tensor, layout: Layout, constants: Tensor) -> None:
     """See `eager.apply`."""
-    affine = tuple(constants.shape[1:])
-    plan = plan_of(tuple(x.shape), dims, affine, launcher.processors(x.device))
+    plan = plan_of(layout.shape, layout.dims, layout.affine, launcher.processors(x.device))
     if plan is None:
-        eager.apply(out, x, dims, constants)
+        eager.apply(out, x, layout, constants)
     else:
         launcher.launch(apply_kernel, plan, out, x, constants, *plan.numbers)
