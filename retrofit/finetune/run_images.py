@@ -18,9 +18,9 @@ from retrofit.images.dataset import (
     evenly_spread,
     has_split,
     open_images,
-    splits_in,
+    split_of,
 )
-from retrofit.utils.text import shortlist, shown
+from retrofit.utils.text import shortlist
 
 UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"
 # The fraction to validate on where the data has no such split and the recipe names no fraction.
@@ -87,8 +87,6 @@ def _in_output_order(
         )
     if train.matched == "order" and _keeps_classifier(recipe, train, labels):
         train = train.mapped(labels=labels)
-    if train.matched == "labels":
-        return train, tuple(labels or ())
     return train, train.names
 
 
@@ -107,34 +105,22 @@ def _open_split(
 
 def _train_split(recipe: Recipe) -> str:
     """Return the split to train on: all of a folder or tar that has no splits."""
-    data_dir = recipe.data_dir
-    dataset = recipe.dataset
-    split = recipe.train_split
+    default: str | None = Recipe.model_fields["train_split"].default
     val_split = recipe.val_split
-    if has_split(data_dir, dataset, split):
-        return split
-    others = splits_in(data_dir)
-    if not others and isinstance(val_split, str) and has_split(data_dir, dataset, val_split):
-        others = [val_split]
-    default = Recipe.model_fields["train_split"].default
-    if split == default and not others:
-        return "."
-    problem = f"the data has no split {shown(split)}"
-    if others:
-        problem += f", but {shortlist(others)}"
-    raise UsageError(f"{problem}; give `train_split` the name of one")
+    if isinstance(val_split, str) and has_split(recipe.data_dir, recipe.dataset, val_split):
+        # All of the data would hold what is validated on.
+        default = None
+    return split_of(recipe.data_dir, recipe.dataset, recipe.train_split, default, "train_split")
 
 
 def _val_split(recipe: Recipe) -> str | float:
     """Return the split to validate on, or a fraction of the images to train on."""
     split = recipe.val_split
-    if isinstance(split, float) or has_split(recipe.data_dir, recipe.dataset, split):
+    if isinstance(split, float):
         return split
-    if split not in TO_VALIDATE:
-        raise UsageError(
-            f"the data has no split {split!r}; give `val_split` the name of one, or a fraction"
-        )
-    return _HELD_OUT
+    if split in TO_VALIDATE and not has_split(recipe.data_dir, recipe.dataset, split):
+        return _HELD_OUT
+    return split_of(recipe.data_dir, recipe.dataset, split, None, "val_split")
 
 
 def _keeps_classifier(recipe: Recipe, train: ImageData, labels: Sequence[str] | None) -> bool:
@@ -150,7 +136,7 @@ def _refuse_other_classes(recipe: Recipe, names: tuple[str, ...] | None, val: Im
     """
     if not val.contradicts(names):
         return
-    apart = sorted({*(names or ())} ^ {*(val.names or ())}) or val.names or ()
+    apart = sorted(set(names or ()) ^ set(val.names or ()))
     raise RetrofitError(
         f"the classes of {recipe.val_split!r} are not those of {recipe.train_split!r} "
         f"({shortlist(apart)}); give both the same folders, or a `class_map`"

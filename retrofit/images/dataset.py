@@ -33,8 +33,6 @@ Matched = Literal["class map", "labels", "order"]
 _TRAIN_NAMES = ("train", "training")
 TO_VALIDATE = ("val", "valid", "validation", "eval", "evaluation")
 _SPLITS = (*_TRAIN_NAMES, *TO_VALIDATE, "test", "testing")
-# Datasets whose splits are sub-folders.
-_FOLDERS = ("", "torch/folder", "torch/image_folder")
 # torchvision checks the names of these itself; of all others it gives the test images for any word
 # but "train".
 _CHECKED_SPLITS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
@@ -131,7 +129,7 @@ class ImageData:
     outputs: int | None = None
     # What gave the classes their outputs: a class map, the model's own labels, their order.
     matched: Matched = "order"
-    # Names of the data's classes in the order of the targets, or of the class map's.
+    # Names of the outputs: of the data's classes, the class map's, or the model's labels.
     names: tuple[str, ...] | None = None
     # Sentences for the user.
     notes: tuple[str, ...] = ()
@@ -176,35 +174,25 @@ class ImageData:
         Raises:
             RetrofitError: If the class map cannot be read or lacks classes of the data.
         """
-        names = self.names
-        if names is None:
+        classes = self.names
+        if classes is None:
             return self
+        matched: Matched = "labels"
         if class_map is not None:
-            return self._mapped_by_file(class_map, names)
-        if labels and set(names) <= set(labels):
-            ordered = list(labels)
-            outputs = {name: ordered.index(name) for name in names}
-            return self._with_outputs(outputs, "labels", names)
-        return self
-
-    def _mapped_by_file(self, class_map: FileName, names: tuple[str, ...]) -> "ImageData":
-        outputs = read_class_map(class_map)
-        lacking = [name for name in names if name not in outputs]
-        if lacking:
-            raise RetrofitError(
-                f"{len(lacking)} of the data's {plural(len(names), 'class')} are not in "
-                f"{class_map} ({shortlist(lacking)}); use the class map that names the data's "
-                "folders"
-            )
-        in_order = sorted(outputs, key=outputs.__getitem__)
-        return self._with_outputs(outputs, "class map", tuple(in_order))
-
-    def _with_outputs(
-        self, outputs: dict[str, int], matched: Matched, names: tuple[str, ...]
-    ) -> "ImageData":
-        targets = [outputs[name] for name in self.names or ()]
+            matched = "class map"
+            labels = list(read_class_map(class_map))
+            lacking = [name for name in classes if name not in labels]
+            if lacking:
+                raise RetrofitError(
+                    f"{len(lacking)} of the data's {plural(len(classes), 'class')} are not in "
+                    f"{class_map} ({shortlist(lacking)}); use the class map that names the data's "
+                    "folders"
+                )
+        elif labels is None or not set(classes) <= set(labels):
+            return self
+        targets = [labels.index(name) for name in classes]
         self.images.target_transform = targets.__getitem__
-        return replace(self, outputs=max(targets) + 1, matched=matched, names=names)
+        return replace(self, outputs=max(targets) + 1, matched=matched, names=tuple(labels))
 
 
 def _split_folder(data_dir: FileName, split: str) -> Path | None:
@@ -222,12 +210,45 @@ def has_split(data_dir: FileName | None, dataset: str, split: str) -> bool:
     A folder's splits are sub-folders; a tar has none. The digits and torchvision's datasets have
     splits of the usual names. Other datasets check the name when they are opened.
     """
-    dataset = dataset.lower()
-    if dataset in _FOLDERS and data_dir is not None:
+    if not dataset and data_dir is not None:
         return _split_folder(data_dir, split) is not None
+    dataset = dataset.lower()
     if dataset == "digits" or dataset.startswith("torch/"):
         return dataset in _CHECKED_SPLITS or split in _SPLITS
     return True
+
+
+def split_of(
+    data_dir: FileName | None,
+    dataset: str,
+    split: str,
+    default: str | None,
+    setting: str = "split",
+) -> str:
+    """Return a split of the data: the one that is asked for, or "." for the default of a folder or
+    tar without splits.
+
+    Args:
+        data_dir: As for `open_images`.
+        dataset: As for `open_images`.
+        split: The split that is asked for.
+        default: The name that is asked for where the user gives none; None for no such name.
+        setting: What the user calls the split.
+
+    Raises:
+        UsageError: If the data has no such split.
+    """
+    if has_split(data_dir, dataset, split):
+        return split
+    others = splits_in(data_dir)
+    if split == default and not others:
+        return "."
+    problem = f"the data has no split {shown(split)}"
+    if others:
+        problem += f", but {shortlist(others)}"
+    raise UsageError(
+        f"{problem}; give `{setting}` the name of one, or `{setting}='.'` for all of the data"
+    )
 
 
 def splits_in(data_dir: FileName | None) -> list[str]:
@@ -274,7 +295,7 @@ def open_images(
         advice = "build it with `in_chans=3` or `in_chans=1`"
         raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; {advice}")
     _check_origin(data_dir, dataset)
-    _check_split(data_dir, dataset, split)
+    split = split_of(data_dir, dataset, split, default="validation")
     mode = "L"
     if channels == 3:
         mode = "RGB"
@@ -283,8 +304,8 @@ def open_images(
         digits = _digits(is_training)
         images = LabelledImages(digits, mode)
         data = _of_classes(images, "0123456789")
-    elif dataset.lower() in _FOLDERS and data_dir is not None:
-        data = _of_files(data_dir, split, mode, topmost=bool(dataset))
+    elif not dataset and data_dir is not None:
+        data = _of_files(data_dir, split, mode)
     else:
         data = _named(data_dir, dataset, split, mode, class_map)
     return data.mapped(class_map, labels)
@@ -295,6 +316,8 @@ def _check_origin(data_dir: FileName | None, dataset: str) -> None:
         raise UsageError(
             "the digits are built in and lie in no folder; drop `dataset` or `data_dir`"
         )
+    if dataset.lower() in ("torch/folder", "torch/image_folder"):
+        raise UsageError(f"{dataset} is a folder of images; give `data_dir` alone")
     if dataset:
         return
     if data_dir is None:
@@ -303,8 +326,8 @@ def _check_origin(data_dir: FileName | None, dataset: str) -> None:
         raise RetrofitError(f"there is no data at {data_dir}; {ADVICE}")
 
 
-def _of_files(data_dir: FileName, split: str, mode: str, topmost: bool) -> ImageData:
-    files = ImageFiles(_split_folder(data_dir, split) or Path(data_dir), topmost=topmost)
+def _of_files(data_dir: FileName, split: str, mode: str) -> ImageData:
+    files = ImageFiles(_split_folder(data_dir, split) or Path(data_dir))
     notes: tuple[str, ...] = ()
     if files.empty:
         notes = (f"no image in {shortlist(files.empty)}: no class of its own",)
@@ -313,31 +336,6 @@ def _of_files(data_dir: FileName, split: str, mode: str, topmost: bool) -> Image
 
 def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()) -> ImageData:
     return ImageData(images, len(classes), len(classes), names=tuple(classes), notes=notes)
-
-
-def _check_split(data_dir: FileName | None, dataset: str, split: str) -> None:
-    """Refuse a split that the data does not have: torchvision would read its test images for any
-    other word.
-    """
-    if has_split(data_dir, dataset, split):
-        return
-    # The default: a folder without splits is read as it is.
-    if split == "validation":
-        splits = splits_in(data_dir)
-        if splits:
-            raise UsageError(
-                f"{data_dir} has no split to validate on, but {shortlist(splits)}; "
-                "give `split` one of these names, or `split='.'` for all of it"
-            )
-        return
-    # A tar is one split, of whatever name.
-    is_folder = Path(str(data_dir)).is_dir()
-    if not is_folder and split in _SPLITS:
-        return
-    others = "train or validation"
-    if dataset.lower() in _FOLDERS:
-        others = "the name of a sub-folder, or leave it out"
-    raise UsageError(f"the data has no split {shown(split)}; give `split` {others}")
 
 
 def _named(

@@ -23,10 +23,8 @@ _SUFFIXES = (
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 # First bytes of gzip, bzip2, xz and zstd files.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-# Folders below the root, and tars inside a tar: far more than data has, far fewer than Python's
-# recursion limit.
+# Folders below the root: far more than data has, far fewer than Python's recursion limit.
 _DEEPEST_FOLDER = 100
-_DEEPEST_TAR = 16
 ADVICE = "give a folder or tar with a folder per class"
 
 # Offset and size in a file.
@@ -43,43 +41,30 @@ class ImageFiles:
 
     Args:
         root: The folder or tar.
-        topmost: Whether the topmost folder is the class, as for torchvision's ImageFolder, and not
-            the innermost; images of no folder are then left out.
 
     Raises:
         RetrofitError: If a folder or the tar cannot be read, two paths lead to one folder, so that
             its images would count twice, or there is no image.
     """
 
-    def __init__(self, root: Path, *, topmost: bool = False) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = str(root)
         self._packed = not root.is_dir()
         # Folders without an image, which are no classes.
-        self.empty: tuple[str, ...] = ()
+        self.empty: list[str] = []
         if self._packed:
             extents = dict(_in_tar(root))
         else:
-            names, empty = _in_folder(root)
+            names, self.empty = _in_folder(root)
             extents = dict.fromkeys(names, _WHOLE)
-            self.empty = tuple(empty)
-        if topmost:
-            extents = {name: extent for name, extent in extents.items() if "/" in name}
         if not extents:
             raise RetrofitError(
                 f"no images found in {root} (.png, .jpg, .webp, .tif, ...); {ADVICE}"
             )
         self._names = sorted(extents, key=_natural)
         self._extents = [extents[name] for name in self._names]
-        self._set_targets(topmost)
-
-    def _set_targets(self, topmost: bool) -> None:
-        """Name the classes, in the order of the targets, by the images' folders."""
-        if topmost:
-            labels = [name.partition("/")[0] for name in self._names]
-            self.classes = sorted(set(labels))
-        else:
-            labels = [Path(name).parent.name for name in self._names]
-            self.classes = sorted(set(labels), key=_natural)
+        labels = [Path(name).parent.name for name in self._names]
+        self.classes = sorted(set(labels), key=_natural)
         number = {name: index for index, name in enumerate(self.classes)}
         self._targets = [number[label] for label in labels]
 
@@ -159,27 +144,23 @@ def _in_tar(path: Path) -> Iterator[tuple[str, Extent]]:
             )
         file.seek(0)
         try:
-            yield from _members(file, "", 0, _DEEPEST_TAR)
-        # On damaged headers, tarfile raises ValueError, OverflowError and more beside its own.
+            yield from _members(file, "", 0)
+        # On damaged headers, tarfile raises ValueError, OverflowError and more beside its own; on
+        # endless nesting, RecursionError.
         except Exception as error:
             raise RetrofitError(
                 f"no images found in {path} ({one_line(error)}); {ADVICE}"
             ) from error
 
 
-def _members(
-    file: IO[bytes] | None, folder: str, start: int, depth: int
-) -> Iterator[tuple[str, Extent]]:
+def _members(file: IO[bytes] | None, folder: str, start: int) -> Iterator[tuple[str, Extent]]:
     """Yield the paths and extents of the images in a tar, and in the tars inside it.
 
     Args:
         file: The tar, open.
         folder: The path that its images' paths begin with.
         start: The byte of the outermost file at which the tar begins.
-        depth: How many levels of tars are read, this one included.
     """
-    if depth == 0:
-        raise tarfile.ReadError(f"more than {_DEEPEST_TAR} tars inside one another")
     # A file that was packed twice is a link to its first copy, which stands before it.
     extents: dict[str, Extent] = {}
     with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -193,7 +174,7 @@ def _members(
                 if member.issparse():
                     raise tarfile.ReadError(f"{path} is packed as a sparse file")
                 inner_start = start + member.offset_data
-                yield from _members(tar.extractfile(member), path[:-4], inner_start, depth - 1)
+                yield from _members(tar.extractfile(member), path[:-4], inner_start)
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         # tarfile takes a damaged header for the end.

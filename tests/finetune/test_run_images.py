@@ -108,7 +108,7 @@ def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
     [
         (("Train", "val"), {}, UsageError, r"no split 'train', but Train, val; give `train_split`"),
         (("Train", "val"), {"val_split": 0.25}, UsageError, "no split 'train', but Train, val;"),
-        (("", "exam"), {"val_split": "exam"}, UsageError, "no split 'train', but exam;"),
+        (("", "exam"), {"val_split": "exam"}, UsageError, "no split 'train'; give `train_split`"),
         (
             ("train", "val"),
             {"train_split": "trian"},

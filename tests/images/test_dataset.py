@@ -31,6 +31,7 @@ from tests.pictures import PLAIN, Colours, write_folder, write_tar
         ("nowhere", {}, "there is no data at"),
         ("pictures", {"dataset": "digits"}, "lie in no folder; drop `dataset` or `data_dir`"),
         ("pictures", {"channels": 4}, "model takes 4; build"),
+        ("pictures", {"dataset": "torch/folder"}, "torch/folder is a folder .*`data_dir` alone"),
         (
             "pictures",
             {"class_map": "absent.txt"},
@@ -104,12 +105,12 @@ def test_labels_that_classes_taken_by_order_contradict(
         (
             ("train", "test"),
             "validation",
-            r"no split to validate on, but test, train; give `split` .* `split='\.'`",
+            r"no split 'validation', but test, train; give `split` .* `split='\.'`",
         ),
-        (("Train", "Val"), "validation", "no split to validate on, but Train, Val;"),
-        (("train", "val"), "trian", "the data has no split 'trian'; give `split`"),
+        (("Train", "Val"), "validation", "no split 'validation', but Train, Val;"),
+        (("train", "val"), "trian", "the data has no split 'trian', but train, val; give `split`"),
         (("",), "train", "the data has no split 'train'"),
-        *((".tar", split, 3) for split in ("train", ".")),  # it is one part
+        *((".tar", split, 3) for split in ("validation", ".")),  # it is one part
         (".tar", "tset", "has no split 'tset'; give `split"),
         *(("digits", "training", 1437), ("digits", "val", 360)),
         ("digits", ".", "has no split '.'; give `split"),
@@ -161,9 +162,7 @@ def test_a_class_may_be_called_like_a_part(folder: Path) -> None:
     assert open_images(folder).names == ("ant", "cat", "train")
 
 
-@pytest.mark.parametrize(
-    ("dataset", "way"), [("digits", "class map"), ("torch/image_folder", "labels")]
-)
+@pytest.mark.parametrize(("dataset", "way"), [("digits", "class map"), ("", "labels")])
 def test_classes_of_named_data_find_their_outputs(
     folder: Path, tmp_path: Path, dataset: str, way: str
 ) -> None:
@@ -258,7 +257,6 @@ def test_names_and_classes_are_in_natural_order(tmp_path: Path) -> None:
     assert [files.filename(n) for n in range(len(files))] == names
     assert files.classes == ["", "a9", "B", "b", "x"]
     assert [files.classes[files[n][1]] for n in range(len(files))] == ["", "a9", "x", "B", "b", "b"]
-    assert ImageFiles(tmp_path / "data", topmost=True).classes == ["B", "a10", "a9", "b"]
 
 
 def test_a_link_to_the_folder_above_counts_nothing_twice(folder: Path, tmp_path: Path) -> None:
@@ -475,7 +473,7 @@ def damaged_tar(place: Path) -> Path:
         (file_of("data.tar", gzip.compress(b"x")), r"data.tar is compressed; decompress it to a "),
         (huge_file, r"no images found in .*data.tar \(.*; give a folder or tar"),
         (bad_sparse_header, r"no images found in .*data.tar \(.*; give a folder or tar"),
-        (nested_tars, r"no images found in .*data.tar \(more than 16 tars inside one another\)"),
+        (nested_tars, r"no images found in .*data.tar \(.*; give a folder or tar"),
         (nested_folders, r"more than 100 folders inside one another; give a folder or tar"),
         (damaged_tar, r"no images found in .*data.tar \(damaged at byte 2,048\)"),
     ],
