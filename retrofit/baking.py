@@ -11,8 +11,7 @@ as they are, the other the layers baked so far. So each layer makes up for the o
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -26,14 +25,7 @@ from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.layers.weight_standardization import WeightStandardization
-from retrofit.utils.forward_pass import (
-    evaluating,
-    hooked,
-    images_of,
-    kept_values,
-    placement_of,
-    put_back,
-)
+from retrofit.utils.forward_pass import hooked, images_of, placement_of
 from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import one_line, plural
 
@@ -45,8 +37,6 @@ _FEWEST = 4
 _TRIALS = 5
 # Share of the images that count as the worst
 _WORST = 0.01
-# Factor by which rounding may make the whole network differ more than in the trial
-_ROUNDING = 1.001
 
 _Constants = dict[str, tuple[Tensor, Tensor]]
 """Weight and bias by layer."""
@@ -156,13 +146,13 @@ def bake(
     choices = _choices(trial, tolerance)
     stages = sorted((choice.stage for choice in choices), key=lambda stage: stage.threshold)
     best = _largest_within(choices, tolerance)
-    chosen = _bake_layers(model, trial, best, tolerance)
+    _bake_layers(model, best.constants)
     layers = []
     for name in trial.names:
         is_baked = name in best.constants
         reason = "" if is_baked else trial.reasons.get(name, "costs too much")
         layers.append(BakedLayer(name, best.errors.get(name), is_baked, reason))
-    return model, BakeReport(tuple(layers), tuple(stages), chosen, tolerance, trial.images)
+    return model, BakeReport(tuple(layers), tuple(stages), best.stage, tolerance, trial.images)
 
 
 def _samples(model: nn.Module, images: Iterable[Any] | None, inputs: Inputs | None) -> Call:
@@ -215,31 +205,10 @@ def _largest_within(choices: Sequence[_Choice], tolerance: float) -> _Choice:
     )
 
 
-def _bake_layers(model: nn.Module, trial: "_Trial", choice: _Choice, tolerance: float) -> Stage:
-    """Bake the layers of the network itself; return how it is judged then."""
-    layers: dict[str, Any] = {name: model.get_submodule(name) for name in choice.constants}
-    tensors = []
-    for layer in layers.values():
-        tensors.extend(layer.parameters())
-        tensors.extend(layer.buffers())
-    before = kept_values(tensors)
-    try:
-        for name, layer in layers.items():
-            layer.bake(*choice.constants[name])
-        # Code that reads the layers' tensors does so in the network itself, not in the trial
-        with evaluating(model):
-            outputs = _outputs_of(model, trial.check)
-        stage = trial.judged(choice.stage.threshold, outputs, len(layers))
-        if not stage.error <= _ROUNDING * tolerance:
-            raise RetrofitError(
-                f"the baked network's output changes by {stage.error:.2g} of its standard "
-                f"deviation, in the trial by {choice.stage.error:.2g}: other code may read the "
-                "tensors of its layers; the model is left as it was"
-            )
-    except BaseException:
-        put_back(before)
-        raise
-    return stage
+def _bake_layers(model: nn.Module, constants: _Constants) -> None:
+    for name, (weight, bias) in constants.items():
+        layer: Any = model.get_submodule(name)
+        layer.bake(weight, bias)
 
 
 class _Trial:
@@ -248,7 +217,8 @@ class _Trial:
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
-        net = copy.deepcopy(model).eval()
+        self._model = copy.deepcopy(model).eval()
+        net = copy.deepcopy(self._model)
         layers = {
             name: layer for name, layer in net.named_modules() if isinstance(layer, StrengthMixin)
         }
@@ -262,10 +232,10 @@ class _Trial:
         judged = samples[1::2]
         self.names = list(layers)
         self.images = len(fitted), len(judged)
-        self.check = call.select(judged)
+        self._check = call.select(judged)
         self._fit = call.select(fitted.repeat(2))
         self._net = net
-        self._expected = _outputs_of(net, self.check)
+        self._expected = _outputs_of(net, self._check)
         self.reasons = _reasons(net, layers, call)
         self._layers: dict[str, Any] = {
             name: layer for name, layer in layers.items() if name not in self.reasons
@@ -297,19 +267,18 @@ class _Trial:
             constants[name] = weight, bias
             return torch.cat([expected, base * weight + bias])
 
-        def compute(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            if name not in constants:
-                return out
-            weight, bias = constants[name]
-            return self._bare[name](args[0]) * weight + bias
-
-        with self._hooked(fit):
+        fitting = hooked(
+            layer.register_forward_hook(partial(fit, name), prepend=True)
+            for name, layer in self._layers.items()
+        )
+        with fitting:
             self._net(*self._fit.args, **self._fit.kwargs)
-        with self._hooked(compute):
-            outputs = _outputs_of(self._net, self.check)
-        return _Choice(self.judged(threshold, outputs, len(constants)), errors, constants)
+        baked = copy.deepcopy(self._model)
+        _bake_layers(baked, constants)
+        outputs = _outputs_of(baked, self._check)
+        return _Choice(self._judged(threshold, outputs, len(constants)), errors, constants)
 
-    def judged(self, threshold: float, outputs: Sequence[Tensor], layers: int) -> Stage:
+    def _judged(self, threshold: float, outputs: Sequence[Tensor], layers: int) -> Stage:
         """Return how the outputs of a network with some layers baked differ from its own.
 
         Raises:
@@ -332,12 +301,6 @@ class _Trial:
         worst_error = float(worst.mean().sqrt())
         agreement = _agreement(self._expected[0], outputs[0])
         return Stage(threshold, layers, error, worst_error, agreement)
-
-    def _hooked(self, hook: Callable[..., Tensor]) -> AbstractContextManager[None]:
-        return hooked(
-            layer.register_forward_hook(partial(hook, name), prepend=True)
-            for name, layer in self._layers.items()
-        )
 
 
 def _agreement(scores: Tensor, others: Tensor) -> float | None:

@@ -19,6 +19,7 @@ from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
 from retrofit.utils.forward_pass import device_of, evaluating, hooked, input_of, modes_kept
+from retrofit.utils.snapshot import left_as_it_was
 
 _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
     ours.BatchNormalNorm1d: ours.SyncBatchNormalNorm,
@@ -62,49 +63,24 @@ def update_bn(
     layers = estimated_layers(model)
     if not layers:
         return 0
-    reached: list[Any] = []
-    with _restored_unless_in(reached, layers), modes_kept(model), _momenta_kept(model):
-        if device is not None:
-            device = torch.device(device)
+    if device is not None:
+        device = torch.device(device)
+    # Torch's function resets every layer first, and puts no momentum back if it fails.
+    with left_as_it_was(model), modes_kept(model):
         swa_utils.update_bn(loader, model, device)
-        new = [layer for layer in layers if layer.num_batches_tracked > 0]
-        if not new:
-            raise RetrofitError(
-                "the loader held no batch to estimate statistics from; give it data"
-            )
-        finite = [buffer.isfinite().all() for layer in new for buffer in layer.buffers()]
-        if not all(finite):
-            raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
-        reached += new
+        reached = [layer for layer in layers if layer.num_batches_tracked > 0]
+        estimates = [
+            [buffer.clone() for buffer in layer.buffers(recurse=False)] for layer in reached
+        ]
+    if not reached:
+        raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
+    finite = [value.isfinite().all() for values in estimates for value in values]
+    if not all(finite):
+        raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
+    for layer, values in zip(reached, estimates, strict=True):
+        for buffer, value in zip(layer.buffers(recurse=False), values, strict=True):
+            buffer.copy_(value)
     return len(reached)
-
-
-@contextmanager
-def _restored_unless_in(changed: list[Any], layers: list[Any]) -> Iterator[None]:
-    """Restore the buffers of the layers that are not in `changed` when the body ends."""
-    previous = [
-        (layer, name, buffer, buffer.clone())
-        for layer in layers
-        for name, buffer in layer.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        for layer, name, buffer, value in previous:
-            if layer not in changed:
-                # Whitening is reset to another tensor.
-                layer._buffers[name] = buffer.copy_(value)
-
-
-@contextmanager
-def _momenta_kept(model: nn.Module) -> Iterator[None]:
-    """Restore what torch's `update_bn` sets in every batch normalization, frozen ones too."""
-    momenta = {layer: layer.momentum for layer in model.modules() if isinstance(layer, _BatchNorm)}
-    try:
-        yield
-    finally:
-        for layer, momentum in momenta.items():
-            layer.momentum = momentum
 
 
 def estimated_layers(model: nn.Module) -> list[Any]:

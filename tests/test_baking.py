@@ -139,12 +139,10 @@ class Reading(nn.Sequential):  # reads a tensor of its norm besides
         return super().forward(x) + 1000 * self.get_parameter("1.bias").abs().sum()
 
 
-def test_code_that_reads_what_is_baked_is_told_by_the_network_itself() -> None:
+def test_code_that_reads_what_is_baked_counts() -> None:
     model = Reading(nn.Conv2d(3, 8, 3), norm(8), nn.ReLU()).eval()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        RetrofitError, match=r"the baked network's output changes by .*the model is left as it was"
-    ):
+    with pytest.raises(RetrofitError, match=r"changes the output by .*more than 10;"):
         bake(model, images(), tolerance=10.0)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 

@@ -119,19 +119,6 @@ class FillsDeque(Habit):
         return self.last
 
 
-class FillsBytes(Habit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log = bytearray(b"calls: ")
-
-    def forward(self, x: Tensor) -> Any:
-        self.log.append(1)
-        return self.k
-
-    def held(self) -> Any:
-        return self.log
-
-
 class CachesMethod(Habit):
     @functools.cache  # noqa: B019  the habit
     def ones(self, _shape: Any) -> Any:
@@ -192,7 +179,7 @@ class WritesInPlace(Habit):
 
 # What torch.export does not capture.
 UNCAPTURED = [WritesParameterData, WritesInPlace]
-HABITS = [AssignsBuffer, FillsList, FillsDictOfDicts, FillsSetInObject, FillsDeque, FillsBytes,
+HABITS = [AssignsBuffer, FillsList, FillsDictOfDicts, FillsSetInObject, FillsDeque,
           CachesMethod, CountsInGlobals, CountsInClass, FillsDefault]  # fmt: skip
 
 
@@ -220,7 +207,7 @@ def description(value: Any) -> Any:
         return id(value), [(key, description(held)) for key, held in value.items()]
     if isinstance(value, tuple):
         return [*map(description, value)]
-    if isinstance(value, list | set | collections.deque | bytearray):
+    if isinstance(value, list | set | collections.deque):
         return id(value), [*map(description, value)]
     return value if isinstance(value, int) else id(value)
 

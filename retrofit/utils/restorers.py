@@ -1,17 +1,15 @@
 """What a value was, remembered, and put back where it has changed.
 
 Each `..._restorer` remembers one value and returns the function that puts it back; what did not
-change is not written to. `RestoreGroup` compares thousands of values at once.
+change is not written to.
 """
 
-import copy
 import functools
 import operator
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,8 @@ from torch import Tensor, nn
 Undo = Callable[[], Any]
 """Puts back what was remembered."""
 
-Reader = Callable[[list[Any]], Iterable[Any]]
-"""Returns the values that objects of one class hold, in a fixed order."""
+Reader = Callable[[Any], Iterable[Any]]
+"""Returns the values that a container holds, in a fixed order."""
 
 # What stands for a name or a slot that holds nothing.
 ABSENT = object()
@@ -76,15 +74,34 @@ def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
     return *placement, tensor.shape, tensor.stride(), address
 
 
-def class_restorer(value: Any) -> Undo:
-    """Remember the class of an object."""
-    cls = type(value)
+def _place_restorer(
+    look: Callable[[], Any], put: Callable[[Any], Any], clear: Callable[[], Any]
+) -> Undo:
+    """Remember what stands in one place.
+
+    Args:
+        look: Returns what stands there now, `ABSENT` if nothing does.
+        put: Puts a value there.
+        clear: Takes away what stands there.
+    """
+    before = look()
 
     def restore() -> None:
-        if type(value) is not cls:
-            value.__class__ = cls
+        if look() is before:
+            return
+        if before is ABSENT:
+            clear()
+        else:
+            put(before)
 
     return restore
+
+
+def class_restorer(value: Any) -> Undo:
+    """Remember the class of an object."""
+    look = functools.partial(type, value)
+    put = functools.partial(setattr, value, "__class__")
+    return _place_restorer(look, put, clear=look)
 
 
 def content_restorer(container: Any) -> Undo:
@@ -92,14 +109,11 @@ def content_restorer(container: Any) -> Undo:
     cls = container_class(container)
     read = READERS[cls]
     size = len(container)
-    items = [*read([container])]
+    items = [*read(container)]
 
     def restore() -> None:
-        if len(container) == size and _are_same(read([container]), items):
-            return
-        if isinstance(container, list | bytearray):
-            # A bytearray that a view shows cannot be emptied.
-            cls.__setitem__(container, slice(None), items)
+        # Whether the values are the same objects, one by one.
+        if len(container) == size and all(map(operator.is_, read(container), items)):
             return
         cls.clear(container)
         if isinstance(container, dict):
@@ -114,76 +128,24 @@ def content_restorer(container: Any) -> Undo:
     return restore
 
 
-def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether the values are the same objects, one by one."""
-    return all(map(operator.is_, values, others))
-
-
 def container_class(container: Any) -> Any:
     """Return the class of `READERS` that a container is of."""
     return next(cls for cls in READERS if isinstance(container, cls))
 
 
-class RestoreGroup:
-    """Holders of one class that hold values: all are compared at once, and put back only if one of
-    them differs.
-
-    Args:
-        read: Returns the values that they hold.
-    """
-
-    def __init__(self, read: Reader) -> None:
-        self._read = read
-        self._holders: list[Any] = []
-        self._undo: list[Undo] = []
-        self._held: list[Any] = []
-        self._sizes: list[int] = []
-
-    def add(self, holder: Any, undo: Undo) -> None:
-        """Add a holder, and what puts back what it holds."""
-        self._holders.append(holder)
-        self._undo.append(undo)
-
-    def remember(self) -> None:
-        """Remember what all of them hold."""
-        self._held = [*self._read(self._holders)]
-        self._sizes = [*map(len, self._holders)]
-
-    def restore(self) -> None:
-        """Put back what they held."""
-        same_sizes = [*map(len, self._holders)] == self._sizes
-        if same_sizes and _are_same(self._read(self._holders), self._held):
-            return
-        for undo in self._undo:
-            undo()
-
-
-def _read_dicts(cls: Any) -> Reader:
-    """Return the function that reads the keys, then the values, of dicts of a class."""
-
-    def read(dicts: list[Any]) -> Iterable[Any]:
-        keys = chain.from_iterable(map(cls.keys, dicts))
-        return chain(keys, chain.from_iterable(map(cls.values, dicts)))
-
-    return read
-
-
-def read_classes(attributes: list[Any]) -> Iterable[Any]:
-    """Return the attributes of classes, whose `vars` are the holders."""
-    return chain.from_iterable(map(MappingProxyType.values, attributes))
-
-
-def read_globals(holders: list[Any]) -> Iterable[Any]:
-    """Return the values of globals; a holder is a namespace and a name."""
-    return (namespace.get(name, ABSENT) for namespace, name in holders)
+def _read_dict(cls: Any) -> Reader:
+    """Return the function that reads the keys, then the values, of a dict of a class."""
+    return lambda value: chain(cls.keys(value), cls.values(value))
 
 
 READERS: dict[Any, Reader] = {
-    OrderedDict: _read_dicts(OrderedDict),
-    dict: _read_dicts(dict),
-    **dict.fromkeys((list, set, deque, bytearray), chain.from_iterable),
+    OrderedDict: _read_dict(OrderedDict),
+    dict: _read_dict(dict),
+    **dict.fromkeys((list, set, deque), iter),
 }
-"""The functions that read what containers hold, by class; a subclass of dict comes before dict."""
+"""The functions that read what a container holds, by class; a subclass of dict comes before dict.
+A subclass of these may load or compute what it gives.
+"""
 
 
 def generator_restorer(generator: Any) -> Undo:
@@ -199,17 +161,12 @@ def random_restorer(generator: random.Random) -> Undo:
 def numpy_generator_restorer(generator: np.random.Generator) -> Undo:
     """Remember the state of NumPy's generator."""
     bits = generator.bit_generator
-    return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
+    return functools.partial(setattr, bits, "state", bits.state)
 
 
 def array_restorer(array: Any) -> Undo:
     """Remember the values of an array."""
     return functools.partial(np.copyto, array, array.copy())
-
-
-def numbers_restorer(numbers: Any) -> Undo:
-    """Remember the numbers of an array of Python's, which may have grown."""
-    return functools.partial(numbers.__setitem__, slice(None), numbers[:])
 
 
 def attributes_of(cls: type) -> dict[str, Any]:
@@ -226,12 +183,11 @@ def attributes_restorer(cls: type) -> Undo:
     attributes = attributes_of(cls)
 
     def restore() -> None:
-        attributes_now = attributes_of(cls)
-        new_names = attributes_now.keys() - attributes.keys()
+        new_names = attributes_of(cls).keys() - attributes.keys()
         for name in new_names:
             type.__delattr__(cls, name)
         for name, value in attributes.items():
-            if attributes_now.get(name, ABSENT) is not value:
+            if vars(cls).get(name, ABSENT) is not value:
                 type.__setattr__(cls, name, value)
 
     return restore
@@ -239,17 +195,11 @@ def attributes_restorer(cls: type) -> Undo:
 
 def global_restorer(namespace: dict[str, Any], name: str) -> Undo:
     """Remember a global, or that there is none of that name."""
-    value = namespace.get(name, ABSENT)
-
-    def restore() -> None:
-        if namespace.get(name, ABSENT) is value:
-            return
-        if value is ABSENT:
-            del namespace[name]
-        else:
-            namespace[name] = value
-
-    return restore
+    return _place_restorer(
+        functools.partial(namespace.get, name, ABSENT),
+        functools.partial(namespace.__setitem__, name),
+        functools.partial(namespace.pop, name),
+    )
 
 
 def slot_content(slot: Any, value: Any) -> Any:
@@ -263,14 +213,8 @@ def slot_content(slot: Any, value: Any) -> Any:
 
 def slot_restorer(value: Any, slot: Any) -> Undo:
     """Remember what a slot of an object, or a cell of a closure, holds."""
-    content = slot_content(slot, value)
-
-    def restore() -> None:
-        if slot_content(slot, value) is content:
-            return
-        if content is ABSENT:
-            slot.__delete__(value)
-        else:
-            slot.__set__(value, content)
-
-    return restore
+    return _place_restorer(
+        functools.partial(slot_content, slot, value),
+        functools.partial(slot.__set__, value),
+        functools.partial(slot.__delete__, value),
+    )

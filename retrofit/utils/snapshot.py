@@ -1,6 +1,5 @@
 """Run a network's own code, and leave everything that the code can reach as it was."""
 
-import array
 import dis
 import functools
 import random
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.utils import restorers
-from retrofit.utils.restorers import ABSENT, READERS, RestoreGroup, Undo
+from retrofit.utils.restorers import ABSENT, READERS, Undo
 
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), ModuleType),
@@ -52,8 +51,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Put back, afterwards, all that a network's code may have changed meanwhile.
 
     That is what can be reached from the network: attributes of modules and other objects, their
-    classes, lists, dicts, sets, deques, arrays and tensors, whatever these hold, and the globals,
-    closures and defaults that methods use. Each is the same object afterwards and has the same
+    classes, lists, dicts, sets, deques, what these hold, the numbers in tensors and NumPy's arrays,
+    and the globals, closures and defaults that methods use. Each is the same object afterwards and has the same
     content; what did not change is not written to. Functions and classes are looked into where they
     are of a package that defines a module of the network. A `functools.cache` gives way to an empty
     one meanwhile. Random generators that the network holds continue where they were; those of
@@ -82,11 +81,6 @@ class Snapshot:
     def __init__(self, model: nn.Module, unwritten: Iterable[Tensor] = ()) -> None:
         self._unwritten = {id(tensor) for tensor in unwritten}
         self._undo: list[Undo] = []
-        # There are thousands of these: all of a class are compared at once.
-        self._contents = {cls: RestoreGroup(read) for cls, read in READERS.items()}
-        self._attributes = RestoreGroup(restorers.read_classes)
-        self._variables = RestoreGroup(restorers.read_globals)
-        self._groups = [*self._contents.values(), self._attributes, self._variables]
         self._packages = _packages_of(model) - _FOREIGN
         # Cached functions, and what puts another in the place of each.
         self._caches: list[tuple[Any, _Put]] = []
@@ -96,11 +90,6 @@ class Snapshot:
         self._reached: dict[int, Any] = {}
         # By a value's class, the method that remembers it and returns the values that it holds.
         self._visitors: dict[type, _Visitor] = {}
-        self._remember_all(model)
-        for group in self._groups:
-            group.remember()
-
-    def _remember_all(self, model: nn.Module) -> None:
         pending: list[Any] = [model]
         while pending:
             value = pending.pop()
@@ -130,8 +119,6 @@ class Snapshot:
         with torch.no_grad():
             for undo in self._undo:
                 undo()
-            for group in self._groups:
-                group.restore()
 
     def _visitor_for(self, cls: type) -> _Visitor:
         visitors: list[tuple[Any, _Visitor]] = [
@@ -141,13 +128,10 @@ class Snapshot:
             (random.Random, self._remember_state(restorers.random_restorer)),
             (np.random.Generator, self._remember_state(restorers.numpy_generator_restorer)),
             (np.random.RandomState, self._remember_state(restorers.generator_restorer)),
-            (np.ndarray, self._remember_array),
-            (array.array, self._remember_state(restorers.numbers_restorer)),
-            (memoryview, lambda view: (view.obj,)),
+            (np.ndarray, self._remember_state(restorers.array_restorer)),
             (weakref.ref, lambda reference: (reference(),)),
             (tuple | frozenset, lambda value: value),
-            (dict, self._remember_dict),
-            (list | set | deque | bytearray, self._remember_container),
+            (dict | list | set | deque, self._remember_container),
             (functools.partial, lambda value: (value.func, value.args, value.keywords)),
             (MethodType, lambda value: (value.__self__, value.__func__)),
             (_CACHE, lambda value: (value.__wrapped__,)),
@@ -177,28 +161,14 @@ class Snapshot:
             return [vars(tensor)]
         return ()
 
-    def _remember_array(self, values: Any) -> Iterable[Any]:
-        self._undo.append(restorers.array_restorer(values))
-        if values.dtype.hasobject:
-            return values.ravel().tolist()
-        return ()
-
-    def _remember_content(self, container: Any) -> None:
-        cls = restorers.container_class(container)
-        self._contents[cls].add(container, restorers.content_restorer(container))
-
     def _remember_container(self, value: Any) -> Iterable[Any]:
-        self._remember_content(value)
-        return [*value, *self._remember_attributes(value)]
-
-    def _remember_dict(self, value: dict[Any, Any]) -> Iterable[Any]:
-        self._remember_content(value)
-        # A subclass may load or compute what it gives.
+        self._undo.append(restorers.content_restorer(value))
         cls = restorers.container_class(value)
-        for key, held in cls.items(value):
-            if isinstance(held, _CACHE):
-                self._note_cache(held, functools.partial(value.__setitem__, key))
-        return [*cls.keys(value), *cls.values(value), *self._remember_attributes(value)]
+        if issubclass(cls, dict):
+            for key, held in cls.items(value):
+                if isinstance(held, _CACHE):
+                    self._note_cache(held, functools.partial(value.__setitem__, key))
+        return [*READERS[cls](value), *self._remember_attributes(value)]
 
     def _remember_attributes(self, value: Any) -> Iterable[Any]:
         """Remember an object's class and attributes, unless another library keeps them to
@@ -219,7 +189,7 @@ class Snapshot:
         attributes = restorers.attributes_of(cls)
         for name in attributes:
             self._note_caches_in(cls, name)
-        self._attributes.add(vars(cls), restorers.attributes_restorer(cls))
+        self._undo.append(restorers.attributes_restorer(cls))
         # Of the attributes with special names only methods count: annotations and a dataclass's
         # fields lead into the whole package, and no call changes them.
         methods = (value for value in vars(cls).values() if isinstance(value, FunctionType))
@@ -230,13 +200,10 @@ class Snapshot:
         attribute = vars(cls)[name]
         put = functools.partial(type.__setattr__, cls, name)
         self._note_cache(attribute, put)
-        if isinstance(attribute, staticmethod | classmethod):
-            self._note_wrapped(attribute.__func__, put, type(attribute))
-        elif isinstance(attribute, property):
-            self._note_wrapped(attribute.fget, put, attribute.getter)
-
-    def _note_wrapped(self, function: Any, put: _Put, wrap: Callable[[Any], Any]) -> None:
-        self._note_cache(function, lambda other: put(wrap(other)))
+        if isinstance(attribute, staticmethod | classmethod | property):
+            function = getattr(attribute, "__func__", getattr(attribute, "fget", None))
+            wrap = getattr(attribute, "getter", type(attribute))
+            self._note_cache(function, lambda other: put(wrap(other)))
 
     def _remember_function(self, function: FunctionType) -> Iterable[Any]:
         """Remember what a function keeps between its calls, and the globals that it names."""
@@ -264,8 +231,7 @@ class Snapshot:
         remembered |= new_names
         held = []
         for name in new_names:
-            undo = restorers.global_restorer(namespace, name)
-            self._variables.add((namespace, name), undo)
+            self._undo.append(restorers.global_restorer(namespace, name))
             if name not in namespace:
                 continue
             value = namespace[name]
