@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +97,9 @@ def pretended(model: nn.Module) -> Iterator[nn.Module]:
         new = Pretended(tensor.detach().clone())
         return nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
 
-    with _Operations(), _Literals():
+    # Torch asks a device's module for its random state.
+    states = SimpleNamespace(get_rng_state=lambda device: None, set_rng_state=lambda *_: None)
+    with patch.object(torch, DEVICE.type, states, create=True), _Operations(), _Literals():
         for module in model.modules():
             for store in (module._parameters, module._buffers):
                 for name, tensor in store.items():

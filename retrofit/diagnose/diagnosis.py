@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from retrofit.attack import Attack
+from retrofit.compare import Reference
 from retrofit.diagnose import meters
 from retrofit.diagnose.meters import LinearityMeter, Power, PowerMeter, Probe, probes
 from retrofit.diagnose.perturbations import (
@@ -31,10 +32,11 @@ from retrofit.diagnose.perturbations import (
 from retrofit.errors import RetrofitError
 from retrofit.graph.norm_sites import find_sites
 from retrofit.images.dataset import ImageData, sample_loader
+from retrofit.inputs import Call
 from retrofit.layers import ProxyNorm
 from retrofit.layers.normality_mixin import lambda_values
 from retrofit.networks.open_model import Network
-from retrofit.utils.forward_pass import device_of, evaluating, hooked, without_image_rows
+from retrofit.utils.forward_pass import device_of, evaluating, hooked
 
 Batches = Sequence[Batch] | DataLoader[Any]
 Progress = Callable[[int, int, str], None]
@@ -247,14 +249,17 @@ def _split_by_rows(
     """Return the probes of layers that hold the images in their first dimension, and the names of
     the other layers.
     """
-    apart = without_image_rows(model, [probe.layer for probe in every_probe], image)
-    measured = [probe for probe in every_probe if probe.layer not in apart]
+    calls = [Call((image,)), Call((torch.cat([image, image]),))]
+    shapes = Reference(model, calls, layers=[probe.name for probe in every_probe]).shapes
+    # A layer that is not called is not among them.
+    apart = {name for name, each in shapes.items() if each and each[-1][0] != 2 * each[0][0]}
+    measured = [probe for probe in every_probe if probe.name not in apart]
     if not measured:
         raise RetrofitError(
             "the model has no normalization layer that holds the images in its first dimension, "
             "to diagnose; `retrofit inspect` lists what a model has"
         )
-    return measured, [probe.name for probe in every_probe if probe.layer in apart]
+    return measured, sorted(apart)
 
 
 def _observe(

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -28,9 +28,12 @@ from torch.utils.hooks import RemovableHandle
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.utils.output_tensors import shape_or_class
 from retrofit.utils.snapshot import left_as_it_was
-from retrofit.utils.text import printable, with_class
+from retrofit.utils.text import shortlist, with_class
 
-_WITHOUT_GRADIENTS = "compute it again under torch.no_grad(), or delete it if each call computes it"
+_COMPUTED = (
+    "computed with gradients; make pruning permanent by torch.nn.utils.prune.remove, compute other "
+    "tensors again under torch.no_grad()"
+)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -125,39 +128,6 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         for handle in handles:
             stack.enter_context(handle)
         yield
-
-
-def without_image_rows(
-    run: Callable[[Tensor], Any], layers: Collection[nn.Module], image: Tensor
-) -> set[nn.Module]:
-    """Return the layers whose outputs do not have a row for each image.
-
-    These are layers of transformers that take (tokens, images, channels), and norms of parameters.
-    A layer that is not called is not among them.
-
-    Args:
-        run: The network, in evaluation.
-        layers: The layers to look at.
-        image: One image, (1, C, H, W), which is run alone and twice in a batch.
-    """
-    rows_of_one = _rows_of_outputs(run, layers, image)
-    rows_of_two = _rows_of_outputs(run, layers, torch.cat([image, image]))
-    return {layer for layer, rows in rows_of_one.items() if rows_of_two.get(layer) != 2 * rows}
-
-
-def _rows_of_outputs(
-    run: Callable[[Tensor], Any], layers: Collection[nn.Module], images: Tensor
-) -> dict[nn.Module, int]:
-    """Return the length of the output of each layer's first call."""
-    rows: dict[nn.Module, int] = {}
-
-    def count(layer: nn.Module, _args: Any, out: Any) -> None:
-        if isinstance(out, Tensor) and out.ndim:
-            rows.setdefault(layer, len(out))
-
-    with hooked(layer.register_forward_hook(count) for layer in layers):
-        run(images)
-    return rows
 
 
 @contextmanager
@@ -286,35 +256,28 @@ def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn
         RetrofitError: If it holds other computed tensors, as pruned layers do, or cannot be copied
             for another reason.
     """
+    memo = dict(computed or {})
     try:
-        return copy.deepcopy(model, dict(computed or {}))
+        return copy.deepcopy(model, {**memo})
     # A network's own code may copy its parts, and raise anything.
     except Exception as error:
-        if "created explicitly by the user" not in str(error):
-            raise RetrofitError(
-                f"the network cannot be copied ({with_class(error)}); copy.deepcopy fails too"
-            ) from error
+        names = [name for name, value in _computed_tensors(model) if id(value) not in memo]
+        advice = "copy.deepcopy fails too"
+        if names:
+            advice = f"{shortlist(names)}: {_COMPUTED}"
         raise RetrofitError(
-            f"the network cannot be copied: {_computed_tensor(model, computed or {})}"
+            f"the network cannot be copied ({with_class(error)}); {advice}"
         ) from error
 
 
-def _computed_tensor(model: nn.Module, known: Mapping[int, Tensor]) -> str:
-    """Name a computed tensor that a network holds, which torch does not copy, and say what to do.
-
-    Args:
-        model: The network.
-        known: Computed tensors that stand in the way of no copy, by `id`.
+def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a network that were computed with gradients, which torch does not copy,
+    and their names.
     """
     for name, module in model.named_modules():
         for key, value in (*vars(module).items(), *module._buffers.items()):
-            if not isinstance(value, Tensor) or value.is_leaf or id(value) in known:
-                continue
-            label = printable(f"{name}.{key}".strip("."), 100)
-            if f"{key}_mask" in module._buffers:
-                return f"{label} is pruned; make that permanent by torch.nn.utils.prune.remove"
-            return f"{label} was computed with gradients; {_WITHOUT_GRADIENTS}"
-    return f"it holds a tensor that was computed with gradients; {_WITHOUT_GRADIENTS}"
+            if isinstance(value, Tensor) and not value.is_leaf:
+                yield f"{name}.{key}".strip("."), value
 
 
 def copied_for_inference(model: nn.Module) -> nn.Module:
@@ -324,12 +287,7 @@ def copied_for_inference(model: nn.Module) -> nn.Module:
     the next call.
 
     Raises:
-        RetrofitError: If the network holds other computed tensors.
+        RetrofitError: If the network cannot be copied.
     """
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
+    computed = {id(value): value.detach().clone() for _, value in _computed_tensors(model)}
     return copied(model, computed).float().eval().requires_grad_(False)
