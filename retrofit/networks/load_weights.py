@@ -12,7 +12,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.state_tensors import fits, list_misfit, state_tensors
+from retrofit.networks.state_tensors import described, fits, list_misfit, state_tensors
 from retrofit.utils.text import one_line, printable, shortlist
 
 # BatchNorm's and AveragedModel's, which are no weights.
@@ -66,10 +66,8 @@ def load_into(
 
     Raises:
         RetrofitError: If the tensors do not fit.
-        UsageError: If `match` is unknown, or "order" is given with `partial`.
+        UsageError: If "order" is given with `partial`.
     """
-    if match not in ("name", "order"):
-        raise UsageError(f"`match={match!r}` is unknown; choose name or order")
     if match == "order":
         if partial:
             raise UsageError("`match='order'` pairs all tensors; drop it or `checkpoint_partial`")
@@ -112,34 +110,47 @@ def weights_beside(prefix: str, tensors: Tensors) -> Names:
 
 
 def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
-    incompatible = _load_fitting(model, state)
-    takes_nothing = len(incompatible.absent) == len(weight_names(incompatible.ours))
-    if incompatible and (takes_nothing or not partial):
-        raise RetrofitError(
-            f"the checkpoint does not fit this {type(model).__name__}: {incompatible}"
-        )
-    return incompatible.accepted()
-
-
-def _load_fitting(model: nn.Module, state: Tensors) -> "_IncompatibleTensors":
-    """Load the tensors that fit by name, shape and type; return what does not."""
+    """Load the tensors that fit by name, shape and type; unless `partial`, refuse if not all do."""
     ours = state_tensors(model)
-    state = _without_wrappers(ours, state)
+    if ours.keys().isdisjoint(state):
+        # Of DistributedDataParallel, AveragedModel and torch.compile, one around the other.
+        state = clean_state_dict(clean_state_dict(state))
     prefix = _prefix(ours, state)
     beside = weights_beside(prefix, state)
     state = _translated(model, under_prefix(prefix, state))
-    shared = [name for name in ours if name in state]
-    unfit = [name for name in shared if not _alike(ours[name], state[name], name)]
+    unfit = [name for name in ours if name in state and not _alike(ours[name], state[name], name)]
     fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
-    missing, unexpected = _load(model, fitting)
-    return _IncompatibleTensors(
-        ours=ours,
-        theirs=state,
-        missing=[name for name in missing if name not in unfit],
-        unexpected=unexpected + beside,
-        unfit=unfit,
-        key_prefix=prefix if beside else "",
-    )
+    left_random, unexpected = _load(model, fitting)
+    unexpected += beside
+    left_out = unexpected + unfit
+    total = len(weight_names(ours))
+    is_whole = not left_random and not left_out
+    if not is_whole and (not partial or len(left_random) == total):
+        missing = [name for name in left_random if name not in unfit]
+        problem = list_misfit(ours, state, missing, unexpected, unfit)
+        advice = (
+            "check which network it is of, its `num_classes` and `in_chans`, or pass "
+            "`checkpoint_partial=True` to take what fits"
+        )
+        if left_random and _order_problem(ours, state) is None:
+            advice = "all tensors pair up in order and shape: pass `match='order'`"
+        raise _misfit_error(model, f"{problem}; {advice}")
+    warnings = [
+        *_partly(left_random, f"of the network's {total} tensors are left RANDOM"),
+        *_partly(left_out, "tensors of the checkpoint are left out"),
+    ]
+    return Loaded(left_out, left_random, warnings)
+
+
+def _partly(names: Names, description: str) -> list[str]:
+    """Return a warning of the tensors that were not taken, if there are some."""
+    if not names:
+        return []
+    return [f"PARTIAL: {len(names)} {description} ({shortlist(names)})"]
+
+
+def _misfit_error(model: nn.Module, why: str) -> RetrofitError:
+    return RetrofitError(f"the checkpoint does not fit this {type(model).__name__}: {why}")
 
 
 def _load(model: nn.Module, tensors: Tensors) -> tuple[Names, Names]:
@@ -150,113 +161,8 @@ def _load(model: nn.Module, tensors: Tensors) -> tuple[Names, Names]:
     try:
         result = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
-        raise RetrofitError(
-            f"the checkpoint does not fit this {type(model).__name__} ({one_line(error)}); check "
-            "whose it is"
-        ) from error
+        raise _misfit_error(model, f"{one_line(error, 400)}; check whose it is") from error
     return weight_names(result.missing_keys), weight_names(result.unexpected_keys)
-
-
-def _without_wrappers(ours: Tensors, state: Tensors) -> Tensors:
-    """Take off, one by one, the prefixes that DistributedDataParallel, AveragedModel and
-    torch.compile give a network's names.
-    """
-    while ours.keys().isdisjoint(state):
-        cleaned = clean_state_dict(state)
-        if cleaned.keys() == state.keys():
-            break
-        state = cleaned
-    return state
-
-
-@dataclass
-class _IncompatibleTensors:
-    """How a checkpoint's tensors do not fit a network's, by name.
-
-    Attributes:
-        ours: The network's tensors.
-        theirs: The checkpoint's, under the network's names.
-        missing: Those of the network that the checkpoint does not hold.
-        unexpected: Those of the checkpoint that the network does not have.
-        unfit: Those of both that are of another shape or type.
-        key_prefix: The prefix of the names that were taken, if the checkpoint has others too, so
-            that `checkpoint_key` may choose it.
-    """
-
-    ours: Tensors
-    theirs: Tensors
-    missing: Names
-    unexpected: Names
-    unfit: Names
-    key_prefix: str
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.unfit)
-
-    def __str__(self) -> str:
-        """List the tensors, and say what the user may try."""
-        tensors = list_misfit(self.ours, self.theirs, self.missing, self.unexpected, self.unfit)
-        return f"{tensors}; {self._hint()}"
-
-    @property
-    def absent(self) -> Names:
-        """The network's tensors for which the checkpoint holds none that fits."""
-        return self.missing + self.unfit
-
-    def accepted(self) -> Loaded:
-        """Return what was loaded, where the user takes what fits."""
-        loaded = Loaded(self.unexpected + self.unfit, self.absent)
-        if loaded.left_random:
-            total = len(weight_names(self.ours))
-            warning = f"of the network's {total} tensors are left RANDOM"
-            loaded.warnings.append(_partial(loaded.left_random, warning))
-        if loaded.left_out:
-            loaded.warnings.append(
-                _partial(loaded.left_out, "tensors of the checkpoint are left out")
-            )
-        return loaded
-
-    def _hint(self) -> str:
-        size_hint = self._size_hint()
-        if size_hint:
-            return size_hint
-        if self.key_prefix and not self.absent:
-            key = printable(self.key_prefix.strip("."), 64)
-            return f"pass `checkpoint_key={key!r}` to take what is under it and no more"
-        if _order_problem(self.ours, self.theirs) is None:
-            return "all tensors pair up in order and shape: pass `match='order'`"
-        if 2 * len(self.absent) <= len(self.ours):
-            return "pass `checkpoint_partial=True` to take what fits"
-        return "check which network the checkpoint is of"
-
-    def _size_hint(self) -> str:
-        """Say which argument gives the network the checkpoint's sizes; empty if no one does."""
-        differing = self._differing_sizes()
-        if len(differing) != 1 or self.missing or self.unexpected:
-            return ""
-        axis, size = differing.pop()
-        if axis == 0 and size:
-            return (
-                f"only the classifier differs: pass `num_classes={size}`, or "
-                "`checkpoint_partial=True`"
-            )
-        if axis == 1 and len(self.unfit) == 1 and self.ours[self.unfit[0]].ndim == 4:
-            return f"only the input channels differ: pass `in_chans={size}`"
-        return ""
-
-    def _differing_sizes(self) -> set[tuple[int, int | None]]:
-        """Return the axes along which tensors differ, and the checkpoint's sizes there."""
-        differing = set()
-        for name in self.unfit:
-            sizes = zip_longest(self.ours[name].shape, self.theirs[name].shape)
-            differing |= {
-                (axis, theirs) for axis, (ours, theirs) in enumerate(sizes) if ours != theirs
-            }
-        return differing
-
-
-def _partial(names: Names, description: str) -> str:
-    return f"PARTIAL: {len(names)} {description} ({shortlist(names)})"
 
 
 def _prefix(ours: Tensors, state: Tensors) -> str:
@@ -267,12 +173,10 @@ def _prefix(ours: Tensors, state: Tensors) -> str:
     """
     weights = set(weight_names(ours))
     counts = _count_prefixes(weights, state)
-    best = max(counts.values(), default=0)
-    if counts[""] == best:
+    most = max([len(weights) / 2, *counts.values()])
+    fitting = [prefix for prefix, count in counts.items() if count == most]
+    if not fitting or "" in fitting:
         return ""
-    if 2 * best < len(weights):
-        return ""
-    fitting = [prefix for prefix, count in counts.items() if count == best]
     if len(fitting) > 1:
         key = printable(fitting[0].strip("."), 64)
         raise RetrofitError(
@@ -305,9 +209,6 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     if convert is None:
         return state
     ours = state_tensors(model)
-    fitting = _count_fitting(ours, state)
-    if fitting == len(ours) == len(state):
-        return state
     try:
         with torch.no_grad():
             entries = convert(dict(state), model).items()
@@ -315,7 +216,7 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     # It was written for other checkpoints, and fails on this one in its own way.
     except Exception:
         return state
-    if _count_fitting(ours, converted) > fitting:
+    if _count_fitting(ours, converted) > _count_fitting(ours, state):
         return converted
     return state
 
@@ -328,15 +229,13 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
     ours = state_tensors(model)
     problem = _order_problem(ours, state)
     if problem is not None:
-        raise RetrofitError(
-            f"the checkpoint does not fit this {type(model).__name__} in order: {problem}"
-        )
+        raise _misfit_error(model, problem)
     pairs = list(zip(weight_names(ours), weight_names(state), strict=True))
     our_counters = [name for name in ours if _is_counter(name)]
     their_counters = [name for name in state if _is_counter(name)]
     if len(our_counters) == len(their_counters):
         pairs += zip(our_counters, their_counters, strict=True)
-    model.load_state_dict({our: state[their] for our, their in pairs}, strict=False)
+    _load(model, {our: state[their] for our, their in pairs})
     odd = [f"{printable(their, 64)} as {our}" for our, their in pairs if _against(our, their)]
     if not odd:
         return Loaded()
@@ -365,5 +264,4 @@ def _described(tensors: Tensors, name: str | None) -> str:
     """Return a tensor's name, shape and type."""
     if name is None:
         return "nothing"
-    kind = f"{list(tensors[name].shape)} {tensors[name].dtype}".replace("torch.", "")
-    return f"{printable(name, 64)} {printable(kind, 48)}"
+    return f"{printable(name, 64)} {printable(described(tensors[name]), 48)}"

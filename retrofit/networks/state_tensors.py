@@ -3,7 +3,7 @@ filled from them.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -94,31 +94,29 @@ def misfit(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
 def list_misfit(
     wanted: Mapping[str, Tensor],
     given: Mapping[str, Tensor],
-    missing: Iterable[str],
-    unexpected: Iterable[str],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
     unfit: Iterable[str],
 ) -> str:
     """Count and list the names of tensors that are missing, unexpected, or do not fit."""
-    shapes = []
-    types = []
-    for name in unfit:
-        if given[name].shape != wanted[name].shape:
-            shapes.append(f"{name} {list(given[name].shape)} for {list(wanted[name].shape)}")
-        else:
-            types.append(
-                f"{name} {given[name].dtype} for {wanted[name].dtype}".replace("torch.", "")
-            )
     problems = {
-        "missing": [*missing],
-        "unexpected": [*unexpected],
-        "of another shape": shapes,
-        "of another type": types,
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape or type": [
+            f"{name} {described(given[name])} for {described(wanted[name])}" for name in unfit
+        ],
     }
     return ", ".join(
         f"{len(names)} {problem} ({shortlist(names, limit=120)})"
         for problem, names in problems.items()
         if names
     )
+
+
+def described(tensor: Tensor) -> str:
+    """Return a tensor's shape and type: "[64, 3, 7, 7] float32"."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{list(tensor.shape)} {kind}"
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

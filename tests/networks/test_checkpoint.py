@@ -80,7 +80,7 @@ def test_what_of_a_file_is_taken(
     assert (checkpoint.key, checkpoint.others) == (nest, others)
     assert bool(checkpoint.left_out) == (nest == "state_dict.a")
     with pytest.raises(
-        RetrofitError, match=r"no weights under 'e' \(it holds .*\); give `checkpoint_key`"
+        RetrofitError, match=r"or none of that name \(.*\); give `checkpoint_key` one of these"
     ):
         read_checkpoint(tmp_path / "a.pth", "e")
 
@@ -147,8 +147,8 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.pth", os.mkfifo, "is a pipe or a device"),
     ("a.safetensors", os.mkfifo, "is a pipe or a device"),
     ("a.pth", _cut, "not a whole checkpoint"),
-    ("a.safetensors", _cut, "not a whole safetensors"),
-    ("a.safetensors", shape_beyond_torch, "not a whole safetensors.*Overflow"),
+    ("a.safetensors", _cut, "not a whole checkpoint"),
+    ("a.safetensors", shape_beyond_torch, "not a whole checkpoint.*Overflow"),
     ("a.pth", lambda path: path.write_text("hello"), "not a whole checkpoint"),
     ("a.npz", lambda path: np.savez(path, a=np.zeros(2)), "save weights as .safetensors or .pth"),
     ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),
@@ -158,17 +158,14 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "a.pth",
         lambda path: torch.jit.save(torch.jit.script(nn.ReLU()), path),
-        "TorchScript.*save the model's state_d",
+        "TorchScript.*save weights",
     ),
     ("a.pth", _saves([torch.zeros(2)]), "no tensors"),
     (
         "a.pth",
         _saves({"g": small_state(), "d": small_state()}),
-        r"several sets of weights \(g, d\)",
+        r"several sets of weights, .* \(g, d\)",
     ),
-    ("a.pth", _saves({"a": torch.eye(3).to_sparse()}), r"sparse, .*\(a\); save them dense"),
-    ("a.pth", _saves({"a": torch.empty(3, device="meta")}), "without data"),
-    ("a.pth", _saves({"a": torch.zeros(1).expand(10**9)}), "unpacks to 4,000,000,000"),
     ("a.pth", _bomb, "unpacks to "),
     ("a.pth", _saves(WIDE), "no tensors"),
 ]

@@ -111,7 +111,7 @@ def test_it_comes_back_in_its_own_network_alone(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: mynet.build(5), r"head.bias \[2\] for \[5\]"),
+        (lambda: mynet.build(5), r"head.bias \[2\] float32 for \[5\]"),
         (mynet.small, "made for another model"),
         (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "is converted already"),
         (lambda: mynet.build().to("meta"), "is on the meta device"),
