@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 from torchvision.models import list_models
 
@@ -18,10 +17,7 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own_networks, torchvision_networks
 from retrofit.networks.hub_connection import no_waiting_for_the_hub
 from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, set_record
-from retrofit.utils.files import ensure_readable
 from retrofit.utils.text import one_line
-
-_CHECKPOINTS = (".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz")
 
 
 def parse(text: str) -> ModelSource:
@@ -31,52 +27,30 @@ def parse(text: str) -> ModelSource:
     `hf-hub:ID`, `local-dir:FOLDER`, or `py:package.module:callable`, which is imported.
 
     Raises:
-        UsageError: If there is no such network; the message shows the closest names.
-        RetrofitError: If the module of `py:` cannot be imported.
+        UsageError: If there is no such network, the message shows the closest names; or what `py:`
+            names cannot be imported.
     """
     if text.startswith(PREFIX):
         name = text.removeprefix(PREFIX)
-        builder = own_networks.imported(name)
-        own_networks.named_builders[name] = builder
+        own_networks.named_builders[name] = own_networks.imported(name)
         return ModelSource("own", name)
     torchvision_names = list_models()
     prefix, rest = split_prefix(text)
-    if prefix == "hf-hub":
-        return ModelSource("timm", f"hf-hub:{rest}")
-    if prefix == "local-dir":
-        return _local_source(rest)
+    if prefix in ("hf-hub", "local-dir"):
+        return ModelSource("timm", f"{prefix}:{rest}")
     if prefix in ("tv", "torchvision") and rest in torchvision_names:
         return ModelSource("torchvision", rest)
-    source = _timm_name(text)
-    if source is not None:
-        return source
-    if text in torchvision_names:
-        return ModelSource("torchvision", text)
-    prefixed_names = [f"tv:{name}" for name in torchvision_names]
-    base = text.partition(".")[0]
-    names = timm.list_models() + prefixed_names
-    raise _unknown(text, base, names)
-
-
-def _local_source(folder: str) -> ModelSource:
-    if not (Path(folder) / "config.json").is_file():
-        raise UsageError(
-            f"no folder with timm's config.json at {folder!r}; check the path after local-dir:"
-        )
-    return ModelSource("timm", f"local-dir:{folder}")
-
-
-def _timm_name(text: str) -> ModelSource | None:
-    """Return timm's network of a name, with its tag, if timm has such an architecture."""
     deprecated = timm.models.get_deprecated_models()
     name = deprecated.get(text) or text
     base = name.partition(".")[0]
-    if not timm.is_model(base) or base in deprecated:
-        return None
     tagged = timm.models.get_arch_pretrained_cfgs(base)
-    if name != base and name not in tagged:
-        raise _unknown(text, text, [*tagged] or [base], cutoff=0.0)
-    return ModelSource("timm", name)
+    is_plain = name == base and timm.is_model(base) and base not in deprecated
+    if name in tagged or is_plain:
+        return ModelSource("timm", name)
+    if text in torchvision_names:
+        return ModelSource("torchvision", text)
+    names = timm.list_models() + [f"tv:{name}" for name in torchvision_names]
+    raise _unknown(text, [*tagged] or names)
 
 
 def split_prefix(text: str) -> tuple[str, str]:
@@ -89,31 +63,20 @@ def split_prefix(text: str) -> tuple[str, str]:
     return prefix.replace("_", "-").lower(), rest
 
 
-def _unknown(text: str, sought: str, names: list[str], cutoff: float = 0.5) -> UsageError:
-    if Path(text).suffix == ".onnx":
-        return UsageError(
-            f"{text} is an exported file, for evaluate and bench alone; give the artifact it was "
-            "made of"
-        )
-    if Path(text).suffix in _CHECKPOINTS:
-        return UsageError(
-            f"{text} is no network's name and no artifact; give a name, and this file as its "
-            "checkpoint"
-        )
+def _unknown(text: str, names: list[str]) -> UsageError:
     if text and Path(text).exists():
         return UsageError(
-            f"{text} is no network's name; give an artifact (*.safetensors) or the name of a "
-            "network"
+            f"{text} is no network's name and no artifact; give an artifact (*.safetensors), or a "
+            "network's name and a file of weights as its checkpoint"
         )
-    close = difflib.get_close_matches(sought.lower(), names, n=5, cutoff=cutoff)
-    close.sort(key=lambda name: not name.startswith(sought.lower()))
-    forms = (
-        "a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, py:MODULE:CALLABLE or "
-        "an artifact"
-    )
-    if close:
-        return UsageError(f"unknown model {text!r}; did you mean {', '.join(close)}?")
-    return UsageError(f"unknown model {text!r}; give {forms} (*.safetensors)")
+    close = difflib.get_close_matches(text.lower(), names, n=5, cutoff=0.5)
+    advice = f"did you mean {', '.join(close)}?"
+    if not close:
+        advice = (
+            "give a name of timm, tv:NAME, hf-hub:OWNER/NAME, local-dir:FOLDER, "
+            "py:MODULE:CALLABLE or an artifact (*.safetensors)"
+        )
+    return UsageError(f"unknown model {text!r}; {advice}")
 
 
 def with_options(
@@ -130,30 +93,18 @@ def with_options(
     here, and the caller records it in the preprocessing.
 
     Raises:
-        UsageError: If an option is out of range, or means nothing to the builder.
+        UsageError: If `model_kwargs` are given for a network of one's own.
     """
-    _check_least("num_classes", num_classes, 0)
-    _check_least("in_chans", in_chans, 1)
-    _check_least("img_size", img_size, 1)
     if model_kwargs and source.library == "own":
         raise UsageError(
             f"`model_kwargs` means nothing to {source}; write a function that passes them, and "
             "name that"
-        )
-    if in_chans is not None and source.library == "torchvision":
-        raise UsageError(
-            f"torchvision's {source.name} has no `in_chans`; take timm's network instead"
         )
     sizes = {"num_classes": num_classes, "in_chans": in_chans, _size_argument(source): img_size}
     kwargs = {
         name: value for name, value in sizes.items() if name is not None and value is not None
     }
     return replace(source, kwargs={**source.kwargs, **(model_kwargs or {}), **kwargs})
-
-
-def _check_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise UsageError(f"`{name}={value}` is out of range; it must be at least {least}")
 
 
 def _size_argument(source: ModelSource) -> str | None:
@@ -182,10 +133,7 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     """
     if ":" not in source.name:
         parse(str(source))
-    prefix, folder = split_prefix(source.name)
-    if pretrained and prefix == "local-dir":
-        _check_folder(Path(folder))
-    fetches = pretrained or prefix == "hf-hub"
+    fetches = pretrained or source.name.startswith("hf-hub:")
     waiting = no_waiting_for_the_hub() if fetches else nullcontext()
     try:
         # What the libraries say about defaults that will change is not for the user.
@@ -195,16 +143,9 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
         raise
     # The builders raise anything: TypeError, AssertionError, KeyError, OSError, ...
     except Exception as error:
-        raise _build_error(source, pretrained, error) from error
+        raise _build_error(source, error) from error
     set_record(model, source=source)
     return model
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder with a pipe in it: timm opens one of the files, and would wait."""
-    for file in folder.iterdir():
-        if not file.is_dir():
-            ensure_readable(file)
 
 
 def _built(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:
@@ -220,31 +161,19 @@ def _built(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSourc
     return model, source
 
 
-def _build_error(source: ModelSource, pretrained: bool, error: Exception) -> RetrofitError:
-    message = one_line(error)
-    # The hub's message is three sentences long.
-    if isinstance(error, LocalEntryNotFoundError):
-        message = "it is not in the cache, and the hub cannot be reached"
-    on_hub = source.name.startswith("hf-hub:")
-    if isinstance(error, OSError) and (pretrained or on_hub):
-        instead = "pass `checkpoint=FILE`"
-        if on_hub:
-            instead += " with a plain timm name"
+def _build_error(source: ModelSource, error: Exception) -> RetrofitError:
+    # What stands in backticks is read as an argument of ours.
+    message = one_line(error).replace("`", "'")
+    if isinstance(error, OSError):
         return RetrofitError(
-            f"cannot download {source} ({message}); check the network, or {instead}"
+            f"cannot download {source} ({message}); check the network or the path, or pass "
+            "`checkpoint=FILE` with a plain name"
         )
-    if pretrained and (
-        "No pretrained weights" in message or isinstance(error, KeyError | AttributeError)
-    ):
-        return RetrofitError(
-            f"no pretrained weights for {source}; pass `checkpoint=FILE` or drop `pretrained`"
-        )
-    if source.kwargs:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
-        return UsageError(
-            f"cannot build {source} with {arguments}: {message}; change or drop these options"
-        )
-    return RetrofitError(f"cannot build {source}: {message}; choose another network")
+    arguments = ", ".join(f"{name}={value!r}" for name, value in source.kwargs.items())
+    return UsageError(
+        f"cannot build {source} with {arguments or 'no options'}: {message}; change these options, "
+        "or choose another network"
+    )
 
 
 def timm_source(model: nn.Module) -> ModelSource | None:
@@ -281,16 +210,12 @@ def timm_source(model: nn.Module) -> ModelSource | None:
 
 
 def _tagged_name(cfg: Mapping[str, Any]) -> str:
-    """Return the name in a pretrained_cfg, with its tag if timm knows it."""
+    """Return the name in a pretrained_cfg, with its tag unless only the hub's file knows that."""
     architecture = str(cfg["architecture"])
-    name = architecture
-    if cfg.get("tag"):
-        name = f"{architecture}.{cfg['tag']}"
-    try:
-        return parse(name).name
-    except UsageError:
-        # A tag that only the hub's file knows.
-        return architecture
+    name = f"{architecture}.{cfg.get('tag')}"
+    if name in timm.models.get_arch_pretrained_cfgs(architecture):
+        return name
+    return architecture
 
 
 def _builder_arguments(cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,16 +140,19 @@ def open_model(
     }
     file = artifact.artifact_path(text)
     if file is not None:
-        weights = {"pretrained": pretrained, "checkpoint": checkpoint, **choices}
-        _refuse_arguments(text, {**weights, **sizes})
+        weights = {"pretrained": pretrained, "checkpoint": checkpoint}
+        passed = _passed({**weights, **choices, **sizes})
+        if passed:
+            raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {passed}")
         return _open_artifact(str(file), builder=network)
     if network is not None:
         raise UsageError(
             f"`network` builds what an artifact of your own network holds; {text} is none, drop it"
         )
+    passed = _passed(choices)
+    if passed and checkpoint is None:
+        raise UsageError(f"{passed} says what to take of a checkpoint; give `checkpoint=FILE` too")
     _check_weights_arguments(pretrained, checkpoint, model_kwargs)
-    if checkpoint is None:
-        _refuse_choices(choices)
     source = with_options(parse(text), **sizes)
     if pretrained and source.library == "own":
         raise UsageError(
@@ -176,18 +179,14 @@ def open_model(
     return Network(model)
 
 
-def _refuse_arguments(text: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that say anew what an artifact holds."""
-    passed = [
+def _passed(arguments: Mapping[str, Any]) -> str:
+    """Name the arguments that were passed."""
+    return ", ".join(
         f"`{name}`"
         for name, value in arguments.items()
         # By identity: 0 == False, and `num_classes` may be 0.
         if value is not None and value is not False
-    ]
-    if passed:
-        raise UsageError(
-            f"{text} is an artifact with its own weights and sizes; drop {', '.join(passed)}"
-        )
+    )
 
 
 def _check_weights_arguments(
@@ -203,15 +202,6 @@ def _check_weights_arguments(
             "'weights' in `model_kwargs` chooses among pretrained weights; pass "
             "`pretrained=True` too"
         )
-
-
-def _refuse_choices(choices: Mapping[str, Any]) -> None:
-    """Refuse what says how to read a checkpoint where there is none."""
-    for name, value in choices.items():
-        if value:
-            raise UsageError(
-                f"`{name}` says what to take of a checkpoint; give `checkpoint=FILE` too"
-            )
 
 
 def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
@@ -262,19 +252,13 @@ def _classifier_warnings(model: nn.Module, num_classes: int | None) -> tuple[str
 
 
 def _open_artifact(path: str, builder: str | None) -> Network:
-    source = Manifest.read(path).source
     into = None
     if builder is not None:
-        if source.library != "own":
-            raise UsageError(f"{path} holds {source}, which its library builds; drop `network`")
-        into = _own_network(builder, source.kwargs)
+        into = _own_network(builder, Manifest.read(path).source.kwargs)
     model, manifest = artifact.opened(
         path, into, "say what builds it with `network='py:MODULE:CALLABLE'`"
     )
-    warnings: tuple[str, ...] = ()
-    if manifest.not_checked:
-        warnings = (manifest.not_checked,)
-    return Network(model, warnings, path)
+    return Network(model, tuple(filter(None, [manifest.not_checked])), path)
 
 
 def _own_network(builder: str, kwargs: Mapping[str, Any]) -> nn.Module:

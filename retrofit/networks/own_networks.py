@@ -4,9 +4,8 @@ An artifact of such a network holds the name for people to read. Nothing imports
 user names the callable again each time.
 """
 
-import difflib
-import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from inspect import signature
@@ -27,41 +26,23 @@ def imported(name: str) -> Callable[..., Any]:
     folder.
 
     Raises:
-        UsageError: If the name is malformed, or names nothing that can be called.
-        RetrofitError: If the module cannot be imported.
+        UsageError: If it cannot be imported, or called.
     """
-    module_name, _, path = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
-        raise UsageError(
-            f"{PREFIX}{printable(name, 100)} names no callable; write py:package.module:callable"
-        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        target: Any = importlib.import_module(module_name)
+        target: Any = pkgutil.resolve_name(name)
     # Anything may come out of the user's own module.
     except Exception as error:
-        raise RetrofitError(
-            f"cannot import {module_name} ({with_class(error)}); run this in its folder, or set "
-            "PYTHONPATH"
+        raise UsageError(
+            f"cannot import {PREFIX}{printable(name, 100)} ({with_class(error)}); write "
+            "py:package.module:callable, and run this in its folder or set PYTHONPATH"
         ) from error
-    for part in path.split("."):
-        if not hasattr(target, part):
-            raise UsageError(f"{module_name} has no {path}; it has {_names_like(part, target)}")
-        target = getattr(target, part)
     if not callable(target):
         raise UsageError(
-            f"{path} of {module_name} is a {type(target).__name__}; name a function or class "
-            "that builds"
+            f"{name} is a {type(target).__name__}; name a function or class that builds"
         )
     return target
-
-
-def _names_like(name: str, holder: object) -> str:
-    """List the names in a module or class that are closest to one that is not there."""
-    names = [other for other in dir(holder) if not other.startswith("_")]
-    close = difflib.get_close_matches(name, names, n=3) or names[:5] or ["nothing"]
-    return ", ".join(close)
 
 
 def class_source(model: nn.Module) -> ModelSource:
@@ -74,15 +55,11 @@ def build(name: str, kwargs: Mapping[str, Any]) -> nn.Module:
 
     Raises:
         RetrofitError: If the user did not name it here, or it builds no network.
-        UsageError: If it does not take these arguments.
     """
     if name not in named_builders:
         raise RetrofitError(
             f"{PREFIX}{printable(name, 100)} is a network of one's own, which nobody named here"
         )
-    for key in kwargs:
-        if not takes(name, key):
-            raise UsageError(f"{name} takes no {key}; give it that argument, or leave out `{key}`")
     try:
         model = named_builders[name](**kwargs)
     # Anything may come out of the user's own code.

@@ -199,8 +199,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
             "drop --checkpoint, --attack",
         ),
         (f"evaluate text.onnx {DATA}", 1, "text.onnx is not an ONNX file"),
-        ("inspect weights.pth", 2, "no artifact; give a name, and this file as its checkpoint"),
-        ("inspect text.onnx", 2, "for evaluate and bench alone; give the artifact"),
+        ("inspect text.onnx", 2, "no artifact; .* and a file of weights as its checkpoint"),
         (
             f"export {NET} --report net.html",
             2,
@@ -226,7 +225,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (f"finetune {NET} {DATA} --match order", 2, "set checkpoint too"),
         (f"finetune test_vit {DATA} --img-size 9", 1, "; give another --img-size"),
         ("inspect test_resnet --skip bn1", 2, "--skip belongs to a conversion; give --to"),
-        ("inspect .", 2, ". is no network's name; give an artifact"),
+        ("inspect .", 2, ". is no network's name and no artifact"),
     ],
 )
 def test_a_refusal_is_a_line_and_a_code(

@@ -15,7 +15,7 @@ import timm
 import torch
 from torchvision.models import WeightsEnum
 
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import UsageError
 from retrofit.networks.model_sources import build, parse, with_options
 from retrofit.record import ModelSource, record_of
 from tests.networks.conftest import refused, shapes
@@ -48,7 +48,7 @@ FOUND = {
 }
 CLOSEST = {
     "resnet500": "resnet50", "ResNet50": "resnet50", "resnet50.a1": "resnet50.a1_in1k", "tv:resnet5": "tv:resnet50",
-    "googlnet": "tv:googlenet", "": "local-dir:", "hf-hub:": "local-dir:", "local-dir:/absent/folder": "/absent/folder",
+    "googlnet": "tv:googlenet", "": "local-dir:", "hf-hub:": "local-dir:",
 }  # fmt: skip
 
 
@@ -120,6 +120,8 @@ def test_without_a_network_the_error_says_so_at_once(
 ) -> None:
     with refused(r"cannot download .* check the network.* `checkpoint=FILE`"):
         build(parse(text), pretrained=True)
+    with refused("cannot download local-dir:/absent .*check .* the path"):
+        build(parse("local-dir:/absent"))
     assert (
         "Retrying" not in capfd.readouterr().err
     )  # the hub's client alone would retry for 20 s a file
@@ -129,9 +131,7 @@ def test_weights_that_do_not_exist() -> None:
     name = next(
         name for name in timm.list_models("resnet*") if not timm.models.is_model_pretrained(name)
     )
-    with pytest.raises(
-        RetrofitError, match=f"no pretrained weights for {name}; pass `checkpoint=FILE`"
-    ):
+    with pytest.raises(UsageError, match=f"cannot build {name} .*: No pretrained weights exist"):
         build(parse(name), pretrained=True)
 
 
