@@ -37,7 +37,7 @@ _WITH_ACTIVATION = {
     _LAYER_NORM_2D: "timm.layers.norm_act.LayerNormAct2d",
 }
 # torch's private bases, and the classes that fix the number of an input's dimensions.
-_CLASSES_BY_BASE = {
+_CLASSES_BY_BASE: dict[type, tuple[str, ...]] = {
     nn.modules.batchnorm._BatchNorm: ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
     nn.modules.instancenorm._InstanceNorm: ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
 }
@@ -143,9 +143,7 @@ def _candidates(module: nn.Module, known: set[str]) -> list[Formula]:
     """Return the formulas that a layer may have, by the class it is derived from or by what it
     holds.
     """
-    ancestors = [full_name(cls) for cls in type(module).__mro__]
-    parent = next((name for name in ancestors if name in known), None)
-    plain = _by_tensors(module) if parent is None else [Formula(parent)]
+    plain = [Formula(parent) for parent in _parents(type(module), known)] or _by_tensors(module)
     if isinstance(module, nn.LayerNorm):
         plain.append(Formula(_LAYER_NORM_2D))
     children = list(module.children())
@@ -163,19 +161,19 @@ def _candidates(module: nn.Module, known: set[str]) -> list[Formula]:
     return plain + fused
 
 
+def _parents(cls: type, known: set[str]) -> list[str]:
+    """Return the known class that a class is derived from, or those of its private base."""
+    for ancestor in cls.__mro__:
+        if full_name(ancestor) in known:
+            return [full_name(ancestor)]
+        if ancestor in _CLASSES_BY_BASE:
+            return [f"{ancestor.__module__}.{name}" for name in _CLASSES_BY_BASE[ancestor]]
+    return []
+
+
 def _by_tensors(module: Any) -> list[Formula]:
-    """Return the formulas that a layer derived from no known class may have, by its base of torch's
-    or its tensors.
-    """
-    for base, names in _CLASSES_BY_BASE.items():
-        if isinstance(module, base):
-            return [Formula(f"{base.__module__}.{name}") for name in names]
-    held = [
-        vars(module)[name]
-        for name in ("eps", "epsilon", "variance_epsilon")
-        if name in vars(module)
-    ]
-    epsilons = held or _EPSILONS
+    """Return the formulas that a layer derived from no known class may have."""
+    epsilons = _epsilons(module)
     if {"weight", "bias", "running_mean", "running_var"} <= module._buffers.keys():
         return [Formula(_FROZEN, {"eps": eps}) for eps in epsilons]
     weight = module._parameters.get("weight")
@@ -187,6 +185,12 @@ def _by_tensors(module: Any) -> list[Formula]:
         for eps in epsilons
         for path in (_LAYER_NORM, _LAYER_NORM_2D)
     ]
+
+
+def _epsilons(module: Any) -> Sequence[float]:
+    """Return the epsilons that a layer may use: those it holds, or the usual ones."""
+    attributes = ("eps", "epsilon", "variance_epsilon")
+    return [getattr(module, name) for name in attributes if hasattr(module, name)] or _EPSILONS
 
 
 def _agrees(module: nn.Module, other: nn.Module, shapes: Sequence[Sequence[int]]) -> bool:

@@ -69,13 +69,14 @@ UNSUPPORTED: tuple[tuple[str, str], ...] = (
     (r"ResponseNorm$|^CrossMapLRN", "a response normalization, which standardizes nothing"),
 )
 
-_BASES: dict[type[nn.Module], str] = {
+_BASES: dict[Any, str] = {
     nn.modules.batchnorm._BatchNorm: "bn",
     nn.modules.instancenorm._InstanceNorm: "in",
     _NormBase: "bn",
     nn.LayerNorm: "ln",
     nn.GroupNorm: "gn",
 }
+_TENSORS = ("weight", "bias", "running_mean", "running_var")
 _NAMED_NORM = re.compile(r"(Norm|BN|EvoNorm\w*)(_?\d?[dD])?(NoBias|Act|Fp32|\d[dD])*$")
 
 
@@ -120,14 +121,14 @@ class NormLayer:
             return self.module
         return self.formula.layer(self.module)
 
-    def known_as(self, formula: Formula) -> "NormLayer":
-        """Return the layer as one of the known class that it is proved to compute."""
+    def settled(self, formula: Formula | str, otherwise: str) -> "NormLayer":
+        """Return the layer as one of the known class that it is proved to compute; for `otherwise`
+        as one that no converter takes, if there is no proof.
+        """
+        if isinstance(formula, str):
+            return replace(self, status="unsupported", reason=otherwise)
         path = formula.class_path
         return replace(self, class_path=path, family=KNOWN[path], formula=formula)
-
-    def refused(self, reason: str) -> "NormLayer":
-        """Return the layer as one that no converter takes."""
-        return replace(self, status="unsupported", reason=reason)
 
     def row(
         self, status: Status, reason: str = "", target: str | None = None, **options: Any
@@ -162,20 +163,17 @@ def proved_on_shapes(
         norms: The layers.
         shapes: The shapes of each layer's inputs, by name.
     """
-    return [_proved_layer(norm, list(dict.fromkeys(shapes[norm.name]))) for norm in norms]
+    return [_proved_on(norm, list(dict.fromkeys(shapes.get(norm.name, ())))) for norm in norms]
 
 
-def _proved_layer(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
+def _proved_on(norm: NormLayer, shapes: Sequence[torch.Size]) -> NormLayer:
     if norm.formula is None or not shapes:
         return norm
-    formula = proved_formula(norm.module, KNOWN, shapes)
-    if isinstance(formula, Formula):
-        return norm.known_as(formula)
-    reason = (
+    return norm.settled(
+        proved_formula(norm.module, KNOWN, shapes),
         f"it is {norm.known_class} on random inputs, but not on those of the shape that the "
-        "network gives it"
+        "network gives it",
     )
-    return norm.refused(reason)
 
 
 def inside_parametrizations(model: nn.Module) -> set[nn.Module]:
@@ -194,59 +192,22 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     class_path = full_name(type(module))
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, class_path, None, "kept", "already converted")
-    is_known = class_path in KNOWN
-    if not (is_known or _is_normalization(module)):
+    base = _base_of(module)
+    family = KNOWN.get(class_path) or _BASES.get(base)
+    unsupported = _unsupported_class(module)
+    if family is None and not _is_norm_of_no_family(module):
         return None
-    family = KNOWN.get(class_path) or _likely_family(module)
-    norm = NormLayer(name, module, class_path, family, "known")
-    reason = _unsupported_class(module) or _why_not_as_its_class(module)
+    reason = unsupported or _why_not_as_its_class(module)
     if reason:
-        return norm.refused(reason)
-    if is_known:
+        return NormLayer(name, module, class_path, family, "unsupported", reason)
+    norm = NormLayer(name, module, class_path, family, "known")
+    if class_path in KNOWN:
         return norm
     formula = proved_formula(module, KNOWN)
-    if isinstance(formula, Formula):
-        return norm.known_as(formula)
     reason = f"no converter knows {class_path}"
-    base = _base_of(module)
     if base is not None:
-        base_name = base.__name__.lstrip("_")
-        reason = f"derived from {base_name}, and {formula}"
-    return norm.refused(reason)
-
-
-_TENSORS = ("weight", "bias", "running_mean", "running_var")
-
-
-def _narrow_numbers(module: nn.Module) -> str:
-    """Say which tensor of a layer has a type that torch stores but does not compute with; empty if
-    none has.
-    """
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if (
-            name in _TENSORS
-            and isinstance(tensor, Tensor)
-            and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
-        ):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            return (
-                f"its {name} is {dtype}, in which torch computes nothing; convert in float32 first"
-            )
-    return ""
-
-
-def _is_normalization(module: nn.Module) -> bool:
-    """Whether a module of an unknown class is a normalization, by its base, its library or its
-    name.
-    """
-    if _base_of(module) is not None or _is_unsupported_of_a_library(module):
-        return True
-    if not _NAMED_NORM.search(type(module).__name__):
-        return False
-    if not any(True for _ in _tensors_of(module)):
-        return False
-    # A container may be named after the norm that it holds.
-    return not any(classify("", child) for child in list(module.modules())[1:])
+        reason = f"derived from {base.__name__.lstrip('_')}, and {formula}"
+    return norm.settled(formula, reason)
 
 
 def _base_of(module: nn.Module) -> type[nn.Module] | None:
@@ -262,25 +223,24 @@ def _unsupported_class(module: nn.Module) -> str:
     return ""
 
 
-def _is_unsupported_of_a_library(module: nn.Module) -> bool:
-    return full_name(type(module)).startswith((_TORCH, _TIMM)) and bool(_unsupported_class(module))
+def _is_norm_of_no_family(module: nn.Module) -> bool:
+    """Whether a module is a normalization that a library has beside those of the families, or has a
+    normalization's name and tensors of its own.
+    """
+    if _unsupported_class(module) and type(module).__module__.startswith((_TORCH, _TIMM)):
+        return True
+    if not _NAMED_NORM.search(type(module).__name__):
+        return False
+    if not _tensors_of(module):
+        return False
+    # A container may be named after the norm that it holds.
+    return not any(classify("", child) for child in list(module.modules())[1:])
 
 
-def _likely_family(module: nn.Module) -> str | None:
-    """Return the family that a layer of an unknown class seems to be of, for what people read."""
-    base = _base_of(module)
-    if base is not None:
-        return _BASES[base]
-    if _is_unsupported_of_a_library(module) or "running_var" not in module._buffers:
-        return None
-    if any(True for _ in module.parameters(recurse=False)):
-        return "bn"
-    return "frozen-bn"
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own parameters and buffers, by name."""
+    named = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def _why_not_as_its_class(module: nn.Module) -> str:
@@ -289,8 +249,13 @@ def _why_not_as_its_class(module: nn.Module) -> str:
     """
     if "forward" in vars(module):
         return "its forward was replaced on the instance, so that it may compute something else"
-    if problem := _narrow_numbers(module):
-        return problem
+    for name, tensor in _tensors_of(module).items():
+        narrow = not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+        if name in _TENSORS and narrow:
+            return (
+                f"its {name} is {tensor.dtype}, in which torch computes nothing; convert in "
+                "float32 first"
+            )
     computed = [name for name in _TENSORS if isinstance(vars(module).get(name), Tensor)]
     computed += getattr(module, "parametrizations", {})
     if not computed:

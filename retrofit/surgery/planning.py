@@ -232,13 +232,13 @@ def _refuse_without_activations(plan: Plan, converter: Converter, sites: Sites |
     )
 
 
-def refuse_constants(plan: Plan, norms: Sequence[NormLayer], shapes: Shapes | None) -> None:
+def refuse_constants(plan: Plan, norms: Sequence[NormLayer], shapes: Shapes) -> None:
     """Refuse to normalize sets of a single value each, of which a normalization makes a constant.
 
     Args:
         plan: The plan.
         norms: The layers that it is about.
-        shapes: What a run of the network gave each layer, by name; None if it was not run.
+        shapes: What a run of the network gave each layer, by name; empty if it was not run.
 
     Raises:
         RetrofitError: If a layer would normalize sets of one value.
@@ -247,7 +247,7 @@ def refuse_constants(plan: Plan, norms: Sequence[NormLayer], shapes: Shapes | No
     constant = [
         row.name
         for row in plan.converted
-        if _makes_constants(row, layers[row.name], (shapes or {}).get(row.name, ()))
+        if _makes_constants(row, layers[row.name], shapes.get(row.name, ()))
     ]
     if constant:
         raise RetrofitError(

@@ -2,7 +2,7 @@
 its outputs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,13 @@ class SourceRun:
     reference: Reference | None
     problem: str = ""
     predictions: Reference | None = None
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[torch.Size]]:
+        """The shapes of what each watched layer was given, by name; empty if it was not run."""
+        if self.reference is None:
+            return {}
+        return self.reference.shapes
 
 
 def run_source(

@@ -77,7 +77,7 @@ def test_a_second_conversion_leaves_the_first_at_its_strength(run: Run) -> None:
     values = answer(result)
     assert (values["check"]["passed"], values["strength"]) == (True, 0.5)
     assert (
-        "note: 7 layers converted before keep their strength, 1; --strength sets the new ones"
+        "note: 7 layers converted before: their strength stays, --strength sets the new ones"
         in result.stderr
     )
     assert (
