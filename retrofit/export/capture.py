@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from retrofit.errors import RetrofitError
 from retrofit.export.power_operator import POWER
-from retrofit.export.signature import GUARDS, refuse_other_calls
+from retrofit.export.signature import GUARDS, refusing_other_calls
 from retrofit.inputs import Call
 from retrofit.layers import ProxyNorm, inference_forms
 from retrofit.layers.converted_layer import ConvertedLayer
@@ -104,7 +104,7 @@ def capture(
     except RetrofitError as error:
         program.not_captured = str(error)
         return program
-    program.module = _checked_module(exported, call)
+    program.module = refusing_other_calls(exported.module(), call)
     return program
 
 
@@ -228,24 +228,3 @@ def _exported(
         raise RetrofitError(
             f"torch.export cannot capture the network ({cause_of(error)})"
         ) from error
-
-
-def _checked_module(exported: ExportedProgram, call: Call) -> fx.GraphModule:
-    """Return a captured program as a module that refuses other calls in one line."""
-    module: Any = exported.module()
-    # They refuse, but the mode of a captured module does not matter
-    for name in ("train", "eval"):
-        vars(module).pop(name, None)
-    for owner in module.modules():
-        _move_constants_to_buffers(owner)
-    refuse_other_calls(module, call)
-    module.eval()
-    return module
-
-
-def _move_constants_to_buffers(owner: nn.Module) -> None:
-    """Register a form's constants, which then move with the module."""
-    constants = {name: value for name, value in vars(owner).items() if isinstance(value, Tensor)}
-    for name, value in constants.items():
-        delattr(owner, name)
-        owner.register_buffer(name, value)

@@ -2,7 +2,7 @@
 map in, and how nodes are put in and taken out.
 """
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -89,15 +89,9 @@ class CapturedGraph:
         self.graph = self.module.graph
         self.layers = program.layers
         self.batch_norms = program.batch_norms
-        # Layers that an affine map is, or was, a part of
-        self.mapped_layers: set[str] = set()
         self._constants = _constants_of(self.module)
-        self._readers = _readers_of(self.module)
+        self._tied = _tied_of(self.module)
         self._added = 0
-
-    def calls(self, target: Any) -> list[Node]:
-        """Return the nodes that call an operator, in their order."""
-        return list(self.graph.find_nodes(op="call_function", target=target))
 
     def constant(self, value: Any) -> Tensor | None:
         """Return the value of an argument that no input reaches; None for others."""
@@ -152,11 +146,12 @@ class CapturedGraph:
 
     def insert(self, before: Node, x: Any, part: nn.Module) -> Node:
         """Insert a module that takes `x` and gives what the node `before` gives."""
+        self._added += 1
+        name = f"_form_{self._added}"
+        self.module.add_module(name, part.eval())
         with self.graph.inserting_before(before):
-            node = self.graph.call_module(self._add_module(part), (x,))
-        value = before.meta["val"]
-        # The value of a batch normalization is a tuple: its output, and statistics of training
-        node.meta["val"] = value[0] if isinstance(value, tuple | list) else value
+            node = self.graph.call_module(name, (x,))
+        node.meta["val"] = before.meta["val"]
         return node
 
     def set_module(self, node: Node, part: nn.Module) -> None:
@@ -166,57 +161,27 @@ class CapturedGraph:
     def replace(self, node: Node, other: Any) -> None:
         """Let the users of a node use another one."""
         node.replace_all_uses_with(other)
-        self.erase(node)
-
-    def erase(self, node: Node) -> None:
-        """Take out a node that nothing uses, with the module that was inserted for it."""
         self.graph.erase_node(node)
-        if node.op == "call_module":
-            delattr(self.module, str(node.target))
-
-    def _add_module(self, part: nn.Module) -> str:
-        if isinstance(part, AffineMap):
-            self.mapped_layers |= part.layers
-        self._added += 1
-        name = f"_form_{self._added}"
-        self.module.add_module(name, part.eval())
-        return name
 
     def _store(self, before: Node, replaced: Node | None, value: Tensor) -> Node:
-        """Return a node that holds a constant: the node that it replaces, if that has no other
-        reader, else a new one.
+        """Return a node that holds a constant: the node that it replaces, if nothing else reads
+        that, else a new one.
         """
         value = value.float()
-        if replaced is not None and self._may_be_overwritten(replaced):
-            node = replaced
-            self._overwrite(node, value)
-        else:
-            node = self._add_buffer(before, value)
-        self._constants[node] = value
-        self._readers[_memory(value)] = 1
-        return node
-
-    def _may_be_overwritten(self, node: Node) -> bool:
-        return node.op == "get_attr" and self._has_one_reader(node)
-
-    def _overwrite(self, node: Node, value: Tensor) -> None:
-        owner, _, name = str(node.target).rpartition(".")
-        module = self.module.get_submodule(owner)
-        is_parameter = name in module._parameters
-        setattr(module, name, nn.Parameter(value, False) if is_parameter else value)
-
-    def _add_buffer(self, before: Node, value: Tensor) -> Node:
+        if replaced is not None and replaced.op == "get_attr" and self._has_one_reader(replaced):
+            self._constants[replaced].data = value
+            return replaced
         self._added += 1
         name = f"_folded_{self._added}"
         self.module.register_buffer(name, value)
         with self.graph.inserting_before(before):
-            return self.graph.get_attr(name)
+            node = self.graph.get_attr(name)
+        self._constants[node] = value
+        return node
 
     def _has_one_reader(self, node: Node) -> bool:
         """Return whether one node alone uses a constant."""
-        if len(node.users) != 1:
-            return False
-        return node.op != "get_attr" or self._readers[_memory(self.constant(node))] == 1
+        return len(node.users) == 1 and node not in self._tied
 
 
 def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
@@ -231,13 +196,14 @@ def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
     return values
 
 
-def _readers_of(module: fx.GraphModule) -> Counter[int]:
-    """Count the readers of each memory: tied weights are several attributes of one."""
-    return Counter(
-        _memory(value_of(module, node))
-        for node in module.graph.find_nodes(op="get_attr")
-        for _ in node.users
-    )
+def _tied_of(module: fx.GraphModule) -> set[Node]:
+    """Return the constants that lie in one memory with others, as tied weights do."""
+    in_memory: dict[int, list[Node]] = defaultdict(list)
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = value_of(module, node)
+        if isinstance(value, Tensor):
+            in_memory[value.untyped_storage().data_ptr()].append(node)
+    return {node for nodes in in_memory.values() for node in nodes if len(nodes) > 1}
 
 
 def _call(node: Node, values: dict[Node, Any]) -> Any:
@@ -254,10 +220,3 @@ def _pads_zeros(padding: Any, weight: Tensor) -> bool:
     if padding == "same":
         return weight[0, 0].numel() > 1
     return padding != "valid" and any(padding)
-
-
-def _memory(value: Any) -> int:
-    """Return where a tensor's values lie."""
-    if isinstance(value, Tensor):
-        return value.untyped_storage().data_ptr()
-    return id(value)

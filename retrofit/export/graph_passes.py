@@ -20,6 +20,7 @@ from retrofit.export.capture import Program
 from retrofit.export.captured_graph import LINEAR, AffineMap, CapturedGraph
 from retrofit.export.graph_nodes import ATEN, arguments, layer_of, shape_of, users_of
 from retrofit.export.power_operator import POWER, Replacement, Transform
+from retrofit.export.signature import refusing_other_calls
 from retrofit.layers.constant_maps import ChannelMap, LinearMap
 
 _NORM = ATEN._native_batch_norm_legit_no_training.default
@@ -36,12 +37,17 @@ def fold_program(program: Program, fits: Mapping[Node, Replacement]) -> None:
     replace_power_transforms(graph, fits)
     for fold_pass in PASSES:
         fold_pass(graph)
-    graph.module.recompile()
+    graph.graph.eliminate_dead_code(_must_stay)
+    program.module = refusing_other_calls(graph.module, program.call)
+
+
+def _must_stay(node: Node) -> bool:
+    return node.op not in ("get_attr", "call_function") or node.is_impure()
 
 
 def replace_power_transforms(graph: CapturedGraph, fits: Mapping[Node, Replacement]) -> None:
     """Put a fit, or the exact form, in the place of each power transform."""
-    for node in graph.calls(POWER):
+    for node in graph.graph.find_nodes(op="call_function", target=POWER):
         transform = Transform.of(graph.module, node)
         replacement = fits.get(node) or transform.exact_form()
         name = layer_of(node)
@@ -81,7 +87,7 @@ def recognize_affine_maps(graph: CapturedGraph) -> None:
             graph.layers.setdefault(name, "affine")
         graph.replace(node, graph.insert(node, x, affine))
         if norm is not None and not norm.users:
-            graph.erase(norm)
+            graph.graph.erase_node(norm)
 
 
 def _norm_before(node: Node) -> Node | None:
@@ -201,7 +207,9 @@ def merge_whitenings(graph: CapturedGraph) -> None:
         if merged is None:
             continue
         graph.set_linear(producer, merged)
-        _note_folded(graph, layer_of(node), "group convolution")
+        name = layer_of(node)
+        if graph.layers.get(name) == "group convolution":
+            graph.layers[name] = "folded"
         graph.replace(node, producer)
 
 
@@ -254,35 +262,9 @@ def lower_affine_maps(graph: CapturedGraph) -> None:
         else:
             unfolded |= affine.layers
             graph.set_module(node, affine.lowered())
-    folded = graph.mapped_layers - unfolded
-    for name in folded:
-        _note_folded(graph, name, "affine")
-
-
-def _note_folded(graph: CapturedGraph, name: str, form: str) -> None:
-    """Note that a layer, if it has become this form, is folded."""
-    if graph.layers.get(name) == form:
-        graph.layers[name] = "folded"
-
-
-def remove_unused(graph: CapturedGraph) -> None:
-    """Take out what nothing uses any more: operations, and the module's tensors."""
-    graph.graph.eliminate_dead_code(
-        lambda node: node.op not in ("get_attr", "call_function") or node.is_impure()
-    )
-    module = graph.module
-    used = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
-    calls = graph.graph.find_nodes(op="call_module")
-    inside_called = tuple(f"{node.target}." for node in calls)
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    unused = {name for name, _ in tensors} - used
-    for name in unused:
-        if not name.startswith(inside_called):
-            owner, _, attribute = name.rpartition(".")
-            delattr(module.get_submodule(owner), attribute)
+    for name, form in graph.layers.items():
+        if form == "affine" and name not in unfolded:
+            graph.layers[name] = "folded"
 
 
 def _channel_dim(node: Node) -> int:
@@ -304,7 +286,6 @@ PASSES: tuple[Callable[[CapturedGraph], None], ...] = (
     merge_whitenings,
     fold_into_consumers,
     lower_affine_maps,
-    remove_unused,
 )
 """The passes after the power transforms, in this order: a whitening takes in its affine map before
 it is itself merged.

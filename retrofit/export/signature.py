@@ -1,179 +1,130 @@
 """What a captured network takes: another call is refused in one line that says what to do."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call
 from retrofit.utils.text import one_line, shown
 
-# torch's name of the submodule that checks the conditions of the capture.
+# torch's name of the submodule that checks the conditions of the capture
 GUARDS = "_guards_fn"
 _AGAIN = "fold it again with example `inputs` like those of this call"
 
 
-def refuse_other_calls(module: fx.GraphModule, call: Call) -> None:
-    """Let a captured module raise RetrofitError for calls that are not like the captured one.
+def refusing_other_calls(captured: fx.GraphModule, call: Call) -> fx.GraphModule:
+    """Return a captured network as a module that holds only the tensors it uses, and raises
+    RetrofitError for calls that are not like the captured one.
 
-    torch.compile and torch.export trace torch's own conditions instead.
+    torch.compile and torch.export trace torch's own conditions instead, which copies are left with
+    too.
     """
+    # It registers a form's constants, which then move with the module
+    module = fx.GraphModule(captured, captured.graph)
     leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
-    arguments: dict[str, Any] = {}
     nodes = module.graph.find_nodes(op="placeholder")
-    for node, leaf in zip(nodes, leaves, strict=True):
-        is_tensor = isinstance(leaf, Tensor)
-        arguments[str(node.target)] = CapturedTensor.of(node, leaf) if is_tensor else leaf
-    signature = Signature(structure, list(arguments), list(call.kwargs))
-    module.register_forward_pre_hook(signature, prepend=True, with_kwargs=True)
-    if hasattr(module, GUARDS):
-        conditions = getattr(module, GUARDS)
-        setattr(module, GUARDS, Guards(conditions, arguments, call))
+    arguments = {
+        str(node.target): CapturedTensor.of(node) if isinstance(leaf, Tensor) else leaf
+        for node, leaf in zip(nodes, leaves, strict=True)
+    }
+    signature = Signature(structure, list(call.kwargs), arguments)
+    module.register_forward_pre_hook(signature, with_kwargs=True)
+    return module.eval()
 
 
 @dataclass(frozen=True)
 class CapturedTensor:
     """A tensor that a captured network takes."""
 
-    name: str
     dtype: torch.dtype
-    # None where the size may vary
-    sizes: tuple[int | None, ...]
+    # A name where the size may vary
+    sizes: tuple[int | str, ...]
 
     @classmethod
-    def of(cls, node: fx.Node, example: Tensor) -> "CapturedTensor":
-        """Read the sizes that are fixed from the captured graph."""
-        sizes = [size if isinstance(size, int) else None for size in node.meta["val"].shape]
-        return cls(str(node.target), example.dtype, tuple(sizes))
+    def of(cls, node: fx.Node) -> "CapturedTensor":
+        """Read from the captured graph which sizes are fixed."""
+        example = node.meta["val"]
+        sizes = [size if isinstance(size, int) else str(size) for size in example.shape]
+        return cls(example.dtype, tuple(sizes))
 
-    def check(self, value: Tensor, placement: Tensor, is_only_one: bool) -> None:
-        """Raise RetrofitError for a tensor of another device or type than the network's, or of
-        another rank or size than the captured one.
-
-        Args:
-            value: The tensor that is passed.
-            placement: A tensor on the network's device, of its type.
-            is_only_one: Whether the network takes no other argument.
-        """
-        device = placement.device
-        if value.device != device:
-            raise self._refusal(device, value.device, f"move it with `.to('{device}')`")
-        self._check_dtype(value, placement)
-        sizes = tuple(value.shape)
-        if not self._takes(sizes):
-            advice = self._advice(sizes, is_only_one)
-            raise self._refusal(_product(self.sizes), _product(sizes), advice)
-
-    def _check_dtype(self, value: Tensor, placement: Tensor) -> None:
-        dtype = self.dtype
-        if dtype.is_floating_point:
-            if torch.is_autocast_enabled(placement.device.type):
-                return
-            dtype = placement.dtype
-        if value.dtype != dtype:
-            raise self._refusal(dtype, value.dtype, f"convert it with `.to({dtype})`")
-
-    def _takes(self, sizes: tuple[int, ...]) -> bool:
-        if len(sizes) != len(self.sizes):
+    def takes(self, value: Any, known: dict[str, int]) -> bool:
+        """Return whether a value is such a tensor; `known` are the sizes that had a name so far."""
+        if not isinstance(value, Tensor) or value.ndim != len(self.sizes):
             return False
-        pairs = zip(self.sizes, sizes, strict=True)
-        return all(expected in (None, size) for expected, size in pairs)
+        # The network's own precision may have been changed since
+        both_float = value.is_floating_point() and self.dtype.is_floating_point
+        if value.dtype != self.dtype and not both_float:
+            return False
+        for size, passed in zip(self.sizes, value.shape, strict=True):
+            expected = known.setdefault(size, passed) if isinstance(size, str) else size
+            if passed != expected:
+                return False
+        return True
 
-    def _advice(self, sizes: tuple[int, ...], is_only_one: bool) -> str:
-        if not is_only_one or len(sizes) != len(self.sizes):
-            return _AGAIN
-        if sizes[1:] == self.sizes[1:]:
-            return f"fold it again without `batch`, or with `batch={sizes[0]}`"
-        advice = f"fold it again with `input_size={sizes[1:]}`"
-        if len(sizes) > 2 and sizes[1] == self.sizes[1]:
-            advice += ", or with `dynamic_size=True`"
-        return advice
-
-    def _refusal(self, expected: Any, passed: Any, advice: str) -> RetrofitError:
-        difference = f"the folded network takes `{self.name}` of {expected}, not of {passed}"
-        return RetrofitError(f"{difference}; {advice}")
+    def __str__(self) -> str:
+        """In words, N for a size that may vary."""
+        sizes = [size if isinstance(size, int) else "N" for size in self.sizes]
+        return f"a {self.dtype} tensor of {'x'.join(map(str, sizes))}"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The structure of the arguments that a network was captured with: a hook before its calls."""
+    """The arguments that a network was captured with: a hook before its calls."""
 
     structure: TreeSpec
-    names: list[str]
     keywords: list[str]
+    # By name, what it takes: a tensor, or a constant
+    arguments: Mapping[str, Any]
 
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self, module: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Raise RetrofitError if a call passes other arguments."""
         if torch.compiler.is_compiling():
             return
-        keywords = self.keywords
-        if set(kwargs) == set(keywords):
-            kwargs = {name: kwargs[name] for name in keywords}
-        _, structure = tree_flatten((args, kwargs))
+        if kwargs.keys() == set(self.keywords):
+            kwargs = {name: kwargs[name] for name in self.keywords}
+        values, structure = tree_flatten((args, kwargs))
         if structure != self.structure:
-            known = ", ".join(f"`{name}`" for name in self.names)
+            names = ", ".join(f"`{name}`" for name in self.arguments)
             raise RetrofitError(
                 "the folded network takes exactly the arguments that it was captured with, "
-                f"{known}; {_AGAIN}"
+                f"{names}; {_AGAIN}"
             )
-
-
-class Guards(nn.Module):
-    """A node of the captured graph that takes all arguments and refuses those that differ from the
-    captured ones.
-
-    It also checks torch's other conditions, such as equal sizes of two arguments.
-    """
-
-    placement: Tensor
-
-    def __init__(self, conditions: nn.Module, arguments: Mapping[str, Any], call: Call) -> None:
-        super().__init__()
-        self.conditions = conditions
-        self.arguments = arguments
-        # Empty; follows the network's device and dtype through `_apply`. Not a buffer: a second
-        # capture has torch's guards in the place of this module, and would look for it there.
-        device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-        self.placement = torch.empty(0, dtype=torch.float32, device=device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Guards":
-        super()._apply(fn, recurse)
-        self.placement = fn(self.placement)
-        return self
-
-    def forward(self, *values: Any) -> None:
-        """Raise RetrofitError if other arguments are passed."""
-        if torch.compiler.is_compiling():
-            self.conditions(*values)
+        self._check_values(values)
+        conditions = getattr(module, GUARDS, None)
+        if conditions is None:
             return
-        for (name, expected), value in zip(self.arguments.items(), values, strict=True):
-            if isinstance(expected, CapturedTensor) and isinstance(value, Tensor):
-                expected.check(value, self.placement, is_only_one=len(values) == 1)
-            elif type(value) is not type(expected) or value != expected:
-                raise RetrofitError(
-                    f"the folded network was captured with {_in_words(expected)} as `{name}`, not "
-                    f"{_in_words(value)}; {_AGAIN}"
-                )
         try:
-            self.conditions(*values)
+            conditions(*values)
         except AssertionError as error:
             raise RetrofitError(
                 "the folded network was captured under a condition that this call does not meet "
                 f"({one_line(error)}); {_AGAIN}"
             ) from error
 
+    def _check_values(self, values: list[Any]) -> None:
+        known: dict[str, int] = {}
+        for (name, expected), value in zip(self.arguments.items(), values, strict=True):
+            if isinstance(expected, CapturedTensor):
+                is_like = expected.takes(value, known)
+            else:
+                is_like = type(value) is type(expected) and value == expected
+            if not is_like:
+                raise RetrofitError(
+                    f"the folded network takes {_in_words(expected)} as `{name}`, not "
+                    f"{_in_words(value)}; {_AGAIN}"
+                )
+
 
 def _in_words(argument: Any) -> str:
-    if isinstance(argument, Tensor | CapturedTensor):
-        return "a tensor"
+    if isinstance(argument, Tensor):
+        argument = CapturedTensor(argument.dtype, tuple(argument.shape))
+    if isinstance(argument, CapturedTensor):
+        return str(argument)
     return shown(argument)
-
-
-def _product(sizes: tuple[int | None, ...]) -> str:
-    """Return "Nx3x32x32": sizes in words, N for one that may vary."""
-    words = ["N" if size is None else str(size) for size in sizes]
-    return "x".join(words) or "no dimension"

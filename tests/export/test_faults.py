@@ -192,7 +192,7 @@ def test_a_fixed_batch(source: type[nn.Module], tmp_path: Path) -> None:
     assert [dim.dim_value for dim in dims] == [4, 3, 9]
     folded = retrofit.fold(model, inputs=X, batch=4)
     torch.testing.assert_close(folded(X), model(X), atol=1e-5, rtol=1e-4)
-    with pytest.raises(RetrofitError, match="again without `batch`, or with `batch=2`"):
+    with pytest.raises(RetrofitError, match="tensor of 4x3x9 as `x`, not a"):
         folded(X[:2])
     with pytest.raises(UsageError, match="`inputs` are 4 samples, `batch` says 3"):
         retrofit.fold(model, inputs=X, batch=3)
