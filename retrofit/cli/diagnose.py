@@ -86,7 +86,6 @@ def command(
             )
     for sentence in sentences(diagnoses):
         say(sentence)
-    write_report(diagnoses, facts, folder)
+    results = write_report(diagnoses, facts, folder)
     say(f"wrote {folder}/index.html", "bold")
-    results = {name: diagnosis.to_dict() for name, diagnosis in diagnoses.items()}
-    emit({**facts, "output": str(folder), "networks": results})
+    emit({**results, "output": str(folder)})

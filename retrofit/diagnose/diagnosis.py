@@ -31,7 +31,7 @@ from retrofit.diagnose.perturbations import (
 )
 from retrofit.errors import RetrofitError
 from retrofit.graph.norm_sites import find_sites
-from retrofit.images.dataset import ImageData, sample_loader
+from retrofit.images.dataset import ImageData, evenly_spread, sample_loader
 from retrofit.inputs import Call
 from retrofit.layers import ProxyNorm
 from retrofit.layers.normality_mixin import lambda_values
@@ -53,8 +53,8 @@ FEWEST = 50
 _POSITIONS = 4096
 # Layers that get noise.
 _SOURCES = 4
-# Images followed through the layers, which takes two copies of them.
-_NOISE_IMAGES = 16
+# Images on which lambda is estimated, and which are followed through the layers with noise.
+_FEW = 16
 _QUANTILES = (0, 0.05, 0.25, 0.5, 0.75, 0.95, 1)
 
 
@@ -115,21 +115,14 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
     """Return up to `images` images of a set in batches, with labels if these are known to be the
     network's outputs.
     """
-    labelled = True
-    if data.matched == "order":
-        classes = _number_of_scores(network, data)
-        labelled = data.classes is not None and not data.doubt(classes, network.labels)
-    return sample_loader(data, network.preprocess, images, batch_size, labelled)
-
-
-def _number_of_scores(network: Network, data: ImageData) -> int | None:
-    """Return how many class scores a network gives; None if it answers with something else."""
     pixels, _ = next(iter(sample_loader(data, network.preprocess, images=1)))
     with evaluating(network.model):
         scores = network.model(pixels.to(device_of(network.model)))
+    classes = None
     if _are_scores(scores):
-        return int(scores.shape[1])
-    return None
+        classes = scores.shape[1]
+    labelled = data.classes is not None and not data.doubt(classes, network.labels)
+    return sample_loader(data, network.preprocess, images, batch_size, labelled)
 
 
 def _are_scores(answer: Any) -> bool:
@@ -164,102 +157,82 @@ def diagnose(
         RetrofitError: If the network calls no normalization layer or gives scores that are not
             finite, or there are no images.
     """
-    every_probe, unmeasured = probes(model)
     if not len(batches):
         raise RetrofitError("there are no images to measure on; give some")
-    passes = _Passes(batches, device_of(model), progress)
+    device = device_of(model)
+    few = _first_images(batches, _FEW).to(device)
+
+    def passing(stage: str) -> Iterator[Batch]:
+        """Pass over all batches, on the network's device."""
+        for pixels, labels in _reported(stage, batches, progress):
+            yield pixels.to(device), labels
+
     with evaluating(model):
-        measured, rowless = _split_by_rows(model, every_probe, passes.first[:1])
+        measured, unmeasured = _measurable(model, few[:1])
         every = math.ceil(len(batches) / plotted)
         observers = [_Observer(probe, channels, seed, every) for probe in measured]
         _follow_activations(model, observers)
-        images, predictions = _observe(model, observers, passes.over("layers"))
+        images, predictions = _observe(model, observers, passing("layers"))
         called = [observer for observer in observers if observer.seen]
         if not called:
-            raise RetrofitError("the model calls none of its normalization layers on these images")
-        layers = _results(called, lambda_values(model, passes.first), progress)
-        noise = _follow_noise(model, [observer.probe for observer in called], passes, seed)
+            raise RetrofitError(
+                "the model calls no normalization layer that holds the images in its first "
+                "dimension, to diagnose; `retrofit inspect` lists what a model has"
+            )
+        lambdas = lambda_values(model, few)
+        layers = tuple(
+            observer.result(lambdas.get(observer.probe.name))
+            for observer in _reported("statistics", called, progress)
+        )
+        live = [observer.probe for observer in called]
+        sources = [live[rank] for rank in evenly_spread(len(live), _SOURCES)]
+        followed = [
+            attenuation(model, live, source, few, seed)
+            for source in _reported("noise", sources, progress)
+        ]
         under_noise: list[InputNoise] = []
         attacked = None
         if predictions:
-            under_noise = input_noise(model, passes.over("input noise"), predictions, seed)
+            under_noise = input_noise(model, passing("input noise"), predictions, seed)
         if predictions and attack is not None:
-            attacked = under_attack(model, passes.over("attack"), predictions, attack)
+            attacked = under_attack(model, passing("attack"), predictions, attack)
     return Diagnosis(
         images=images,
         layers=layers,
-        noise=noise,
+        noise=tuple(noise for noise in followed if noise.errors),
         input_noise=tuple(under_noise),
-        unmeasured=(*unmeasured, *rowless),
+        unmeasured=unmeasured,
         attack=attacked,
     )
 
 
-class _Passes:
-    """Passes over the images, on the network's device.
-
-    Attributes:
-        first: The images of the first batch, (N, C, H, W).
-        progress: Gets (done, in all, what) during each pass.
-    """
-
-    def __init__(self, batches: Batches, device: torch.device, progress: Progress | None) -> None:
-        self.first = next(iter(batches))[0].to(device)
-        self.progress = progress
-        self._batches = batches
-        self._device = device
-
-    def over(self, stage: str) -> Iterator[Batch]:
-        """Pass over all batches."""
-        for pixels, labels in _reported(stage, self._batches, self.progress):
-            yield pixels.to(self._device), labels
-
-    def first_images(self, images: int) -> Tensor:
-        """Return the first images of all, (N, C, H, W)."""
-        few = math.ceil(images / len(self.first))
-        pixels = torch.cat([pixels for pixels, _ in islice(self._batches, few)])
-        return pixels[:images].to(self._device)
+def _first_images(batches: Batches, most: int) -> Tensor:
+    """Return the first images of all, (N, C, H, W)."""
+    images: list[Tensor] = []
+    for pixels, _ in batches:
+        images += pixels
+        if len(images) >= most:
+            break
+    return torch.stack(images[:most])
 
 
-def _results(
-    observers: "list[_Observer]", lambdas: dict[str, Tensor], progress: Progress | None
-) -> tuple[Layer, ...]:
-    return tuple(
-        observer.result(lambdas.get(observer.probe.name))
-        for observer in _reported("statistics", observers, progress)
-    )
-
-
-def _follow_noise(
-    model: nn.Module, live: list[Probe], passes: _Passes, seed: int
-) -> tuple[Attenuation, ...]:
-    """Return where noise goes that is injected at some of the layers, evenly spread."""
-    sources = [live[i * len(live) // _SOURCES] for i in range(min(_SOURCES, len(live)))]
-    pixels = passes.first_images(_NOISE_IMAGES)
-    followed = (
-        attenuation(model, live, source, pixels, seed)
-        for source in _reported("noise", sources, passes.progress)
-    )
-    return tuple(noise for noise in followed if noise.errors)
-
-
-def _split_by_rows(
-    model: nn.Module, every_probe: list[Probe], image: Tensor
-) -> tuple[list[Probe], list[str]]:
+def _measurable(model: nn.Module, image: Tensor) -> tuple[list[Probe], tuple[str, ...]]:
     """Return the probes of layers that hold the images in their first dimension, and the names of
-    the other layers.
+    the layers that are not measured.
     """
+    standardizing, others = probes(model)
     calls = [Call((image,)), Call((torch.cat([image, image]),))]
-    shapes = Reference(model, calls, layers=[probe.name for probe in every_probe]).shapes
-    # A layer that is not called is not among them.
-    apart = {name for name, each in shapes.items() if each and each[-1][0] != 2 * each[0][0]}
-    measured = [probe for probe in every_probe if probe.name not in apart]
+    shapes = Reference(model, calls, layers=[probe.name for probe in standardizing]).shapes
+    # Of layers that are called: the rows of their outputs for one image, and for two.
+    rows = {name: (each[0][0], each[-1][0]) for name, each in shapes.items() if each}
+    with_images = {name for name, (of_one, of_two) in rows.items() if of_two == 2 * of_one}
+    measured = [probe for probe in standardizing if probe.name in with_images]
     if not measured:
         raise RetrofitError(
-            "the model has no normalization layer that holds the images in its first dimension, "
+            "the model calls no normalization layer that holds the images in its first dimension, "
             "to diagnose; `retrofit inspect` lists what a model has"
         )
-    return measured, sorted(apart)
+    return measured, (*others, *sorted(rows.keys() - with_images))
 
 
 def _observe(
@@ -349,18 +322,17 @@ class _Observer:
     def _look_closely(self, x: Tensor, y: Tensor) -> None:
         """Plot channels of what the layer passes on, and of what its transform gets."""
         drawn = torch.randperm(y.shape[1], generator=self._generator, device="cpu")
-        channels = drawn[: self._channels].sort().values
-        state = self._generator.get_state()
-        values = meters.sample(y, channels, _VALUES, self._generator)
+        channels = drawn[: self._channels].sort().values.to(y.device)
+        plotted = y[:, channels]
+        if self.probe.transforms:
+            before = self.probe.normalized(x, transformed=False)
+            plotted = torch.cat([plotted, before[:, channels]], 1)
+        sample = meters.sample(plotted, _VALUES, self._generator)
+        values, values_before = np.split(sample, [len(channels)], axis=1)
         self._plots += _plots(values)
+        self._before += [plot.r2 for plot in _plots(values_before)]
         if not self._pairs and len(values) >= FEWEST:
             self._pairs = _pairs(values[:_PAIR_VALUES])
-        if self.probe.transforms:
-            # The same values as above.
-            self._generator.set_state(state)
-            untransformed = self.probe.normalized(x, transformed=False)
-            before = meters.sample(untransformed, channels, _VALUES, self._generator)
-            self._before += [plot.r2 for plot in _plots(before)]
 
     def result(self, lmbda: Tensor | None) -> Layer:
         """Return the layer's figures; `lmbda` are its estimates, if it has any."""

@@ -20,7 +20,6 @@ after its affine, by the layer's parameters alone: no hook runs, and no running 
 import copy
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,19 +29,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from retrofit.layers import MigratedGroupNorm, NormalityMixin, ProxyNorm
-from retrofit.layers.strength import strength_code
 from retrofit.surgery.norm_layers import find_norms
 
 FloatArray = NDArray[np.float64]
 
 # Points kept of a Q-Q plot.
 _CURVE = 64
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-)
 
 
 @dataclass(frozen=True)
@@ -59,33 +51,19 @@ class QQ:
 
 def qq(sample: FloatArray) -> QQ | None:
     """Compare a sample with the normal distribution; None for a constant one, which has no line."""
+    # scikit-learn brings it.
+    from scipy.stats import probplot
+
     spread = sample.std()
     rounding = 1e-12 * max(1.0, np.abs(sample).max())
     if not np.isfinite(spread) or spread <= rounding:
         return None
-    return _straightness(np.sort((sample - sample.mean()) / spread))
-
-
-def _straightness(ordered: FloatArray) -> QQ:
-    """Compare ordered values, standardized, with the normal distribution's."""
-    theoretical = _normal_quantiles(len(ordered))
+    standardized = (sample - sample.mean()) / spread
+    theoretical, ordered = probplot(standardized, fit=False)
     correlation = np.corrcoef(theoretical, ordered)[0, 1]
     evenly_spread = np.linspace(0, len(ordered) - 1, _CURVE)
     positions = np.unique(evenly_spread.round().astype(int))
     return QQ(float(correlation**2), theoretical[positions], ordered[positions])
-
-
-@cache
-def _normal_quantiles(values: int) -> FloatArray:
-    """Return what that many ordered values are plotted against: the normal quantiles of Filliben's
-    medians of ranks.
-    """
-    numbers = torch.arange(1, values + 1, dtype=torch.float64, device="cpu")
-    ranks = (numbers - 0.3175) / (values + 0.365)
-    ranks[-1] = 0.5 ** (1 / values)
-    ranks[0] = 1 - ranks[-1]
-    quantiles: FloatArray = torch.special.ndtri(ranks).numpy()
-    return quantiles
 
 
 def henze_zirkler(pair: FloatArray) -> float:
@@ -97,30 +75,21 @@ def henze_zirkler(pair: FloatArray) -> float:
     d = 2 dimensions), and 4 n where one column is a multiple of the other.
     """
     n, d = pair.shape
-    y = _whitened(pair)
-    if y is None:
+    covariance = np.cov(pair, rowvar=False, bias=True)
+    if np.linalg.matrix_rank(covariance) < d:
         return 4.0 * n
+    centred = pair - pair.mean(0)
+    # Inner products of the values, standardized.
+    products = centred @ np.linalg.solve(covariance, centred.T)
     # The square of the paper's smoothing parameter.
     beta2 = (n * (2 * d + 1) / 4) ** (2 / (d + 4)) / 2
-    lengths = (y * y).sum(1)
-    gaps = lengths[:, None] + lengths - 2 * y @ y.T
+    lengths = products.diagonal()
+    gaps = lengths[:, None] + lengths - 2 * products
     empirical = np.exp(-beta2 / 2 * gaps.clip(0)).mean()
     shrinkage = beta2 / (2 * (1 + beta2))
     mixed = (1 + beta2) ** (-d / 2) * np.exp(-shrinkage * lengths).mean()
     normal = (1 + 2 * beta2) ** (-d / 2)
     return float(n * (empirical - 2 * mixed + normal))
-
-
-def _whitened(pair: FloatArray) -> FloatArray | None:
-    """Return the values with mean 0 and covariance 1; None where one column is a multiple of the
-    other.
-    """
-    covariance = np.cov(pair, rowvar=False, bias=True)
-    if np.linalg.matrix_rank(covariance) < len(covariance):
-        return None
-    root = np.linalg.cholesky(covariance)
-    whitened: FloatArray = np.linalg.solve(root, (pair - pair.mean(0)).T).T
-    return whitened
 
 
 def dependence(pair: FloatArray, bins: int = 10) -> float:
@@ -134,15 +103,14 @@ def dependence(pair: FloatArray, bins: int = 10) -> float:
     return float(adjusted_mutual_info_score(first, second))
 
 
-def sample(y: Tensor, channels: Tensor, values: int, generator: torch.Generator) -> FloatArray:
-    """Draw at most `values` values of each of some channels, at the same images and positions.
+def sample(y: Tensor, values: int, generator: torch.Generator) -> FloatArray:
+    """Draw at most `values` values of each channel, at the same images and positions.
 
-    Features `y` are (N, C, positions), the result is (values, channels).
+    Features `y` are (N, C, positions), the result is (values, C).
     """
-    total = y.shape[0] * y.shape[2]
-    positions = torch.randperm(total, generator=generator, device="cpu")[:values].to(y.device)
-    flat = y[:, channels.to(y.device)].movedim(1, 2).reshape(total, len(channels))
-    chosen: FloatArray = flat[positions].double().cpu().numpy()
+    flat = y.movedim(1, 2).flatten(0, 1)
+    positions = torch.randperm(len(flat), generator=generator, device="cpu")[:values]
+    chosen: FloatArray = flat[positions.to(y.device)].double().cpu().numpy()
     return chosen
 
 
@@ -253,22 +221,21 @@ class Probe:
         self.name = name
         self.layer = layer
         self.kind = type(layer).__name__
-        self._bare = _bare(layer)
         # Whether it applies the power transform.
         self.transforms = isinstance(layer, NormalityMixin)
+        self._bare = _bare(layer)
+        self._without_transform = _bare(layer)
+        if self.transforms:
+            self._without_transform.alpha = 0.0
 
     def normalized(self, x: Tensor, transformed: bool = True) -> Tensor:
         """Return what the affine gets, the transform included unless not `transformed`, as (N, C,
         positions).
         """
-        neutral = self._neutral()
-        running = getattr(self.layer, "running_lambda", None)
-        # Strength 0 would undo whitening too.
-        if not transformed and isinstance(running, Tensor):
-            neutral["running_lambda"] = torch.ones_like(running)
-        elif not transformed and self.transforms:
-            neutral["strength"] = strength_code(0.0, x.device)
-        return self.by_channel(functional_call(self._bare, neutral, (x,)))
+        bare = self._without_transform
+        if transformed:
+            bare = self._bare
+        return self.by_channel(functional_call(bare, self._neutral(), (x,)))
 
     def output(self, x: Tensor) -> Tensor:
         """Return what follows the affine, in `x`'s shape."""
@@ -305,11 +272,10 @@ def _bare(layer: nn.Module) -> Any:
     dropout and without hooks.
     """
     bare: Any = copy.copy(layer)
-    children = dict(layer._modules)
-    for fused in {"drop", "act"} & children.keys():
-        children[fused] = nn.Identity()
-    bare._modules = children
-    for hooks in _HOOKS:
+    bare._modules = dict(layer._modules)
+    for fused in {"drop", "act"} & bare._modules.keys():
+        bare._modules[fused] = nn.Identity()
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
         setattr(bare, hooks, OrderedDict())
     bare.training = False
     return bare

@@ -1,6 +1,5 @@
 """What becomes of noise that is added inside a network or to its images, and of attacks on them."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,29 +116,25 @@ def input_noise(
     `predictions` are the classes (N,) that it predicts for each batch without noise.
     """
     generator = torch.Generator().manual_seed(seed)
-    # Of each image at each level; NaN without labels
-    is_same: list[Tensor] = []
-    is_right: list[Tensor] = []
-    for (pixels, labels), clean in zip(batches, predictions, strict=True):
+    answers: list[Tensor] = []
+    labels: list[Any] = []
+    for (pixels, of_batch), clean in zip(batches, predictions, strict=True):
         drawn = _noise_like(pixels, generator)
         noisy = [model(pixels + level * drawn).argmax(1) for level in NOISE_LEVELS[1:]]
-        named = torch.stack([clean, *noisy]).cpu()
-        is_same.append(named == clean.cpu())
-        if labels is None:
-            is_right.append(torch.full(named.shape, torch.nan))
-        else:
-            is_right.append((named == labels.cpu()).float())
-    same = _percent(is_same)
-    right = _percent(is_right)
-    return [
-        InputNoise(level, None if math.isnan(top1) else top1, agreement)
-        for level, top1, agreement in zip(NOISE_LEVELS, right, same, strict=True)
-    ]
+        answers.append(torch.stack([clean, *noisy]).cpu())
+        labels.append(of_batch)
+    # (levels, images)
+    predicted = torch.cat(answers, 1)
+    agreement = _percent(predicted == predicted[0])
+    top1: list[Any] = [None] * len(NOISE_LEVELS)
+    if labels[0] is not None:
+        top1 = _percent(predicted == torch.cat(labels).cpu())
+    return [InputNoise(*found) for found in zip(NOISE_LEVELS, top1, agreement, strict=True)]
 
 
-def _percent(shares: list[Tensor]) -> list[float]:
-    """Return the percentage, (L, N) in parts, that each level reaches."""
-    percentages: list[float] = (100 * torch.cat(shares, 1).double().mean(1)).tolist()
+def _percent(hits: Tensor) -> list[float]:
+    """Return the percentage of hits, (levels, images), at each level."""
+    percentages: list[float] = (100 * hits.double().mean(1)).tolist()
     return percentages
 
 

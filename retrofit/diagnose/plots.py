@@ -24,6 +24,7 @@ Networks = Mapping[str, Diagnosis]
 _WIDTH = 4.4
 _LAYER = "layer (number in the table)"
 _GREY = "#d8dee4"
+_LINE = "#8b949e"
 _INK = "#1f2328"
 _RC: dict[str, Any] = {
     "figure.constrained_layout.use": True,
@@ -153,13 +154,7 @@ def _lines(axes: Axes, networks: Networks, attribute: str, suffix: str = "", **s
         points = _points(diagnosis.layers, attribute)
         if points:
             numbers, values = zip(*points, strict=True)
-            axes.plot(
-                numbers,
-                values,
-                color=colour,
-                label=name + suffix,
-                **style,
-            )
+            axes.plot(numbers, values, color=colour, label=name + suffix, **style)
     most_layers = max(len(diagnosis.layers) for diagnosis in networks.values())
     axes.set_xlim(-0.5, most_layers - 0.5)
     _by_layer(axes)
@@ -180,13 +175,7 @@ def _gaussianity(figure: Figure, networks: Networks) -> None:
 
 def _qq(figure: Figure, networks: Networks) -> None:
     count = len(networks)
-    grid = figure.subplots(
-        2 * count,
-        2,
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-    )
+    grid = figure.subplots(2 * count, 2, squeeze=False, sharex=True, sharey=True)
     panels = grid.reshape(count, 4)
     for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
         row[0].set_ylabel(name, fontsize=8)
@@ -207,19 +196,8 @@ def _four_depths(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
 def _qq_panel(axes: Axes, number: int, layer: Layer, colour: str) -> None:
     plot = layer.plot
     assert plot is not None
-    axes.plot(
-        [-3.5, 3.5],
-        [-3.5, 3.5],
-        linewidth=1,
-        color="#8b949e",
-    )
-    axes.plot(
-        plot.theoretical,
-        plot.ordered,
-        ".",
-        markersize=3,
-        color=colour,
-    )
+    axes.axline((0, 0), slope=1, linewidth=1, color=_LINE)
+    axes.plot(plot.theoretical, plot.ordered, ".", markersize=3, color=colour)
     title = f"{number}: {printable(layer.name, 20)}\nR² {plot.r2:.3f}"
     axes.set_title(title, fontsize=8)
     axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
@@ -234,12 +212,7 @@ def _power(figure: Figure, networks: Networks) -> None:
         # P1 to P4, without the balance
         powers = [astuple(layer.power)[:4] for layer in layers]
         shares = np.transpose(powers)
-        axes.stackplot(
-            numbers,
-            shares,
-            colors=_SHARES,
-            labels=_SHARE_NAMES,
-        )
+        axes.stackplot(numbers, shares, colors=_SHARES, labels=_SHARE_NAMES)
         axes.margins(x=0)
         axes.set(title=name, ylim=(0, 1), ylabel="share of power")
         _by_layer(axes)
@@ -275,20 +248,13 @@ def _noise(figure: Figure, networks: Networks) -> None:
         label: str | None = name
         for rank, noise in enumerate(diagnosis.noise):
             reached = [numbers[layer] for layer in noise.layers]
-            # No logarithm of 0
-            errors = np.where(noise.errors, noise.errors, np.nan)
             alpha = 1 - 0.18 * rank
-            axes.plot(
-                reached,
-                errors,
-                ".-",
-                color=colour,
-                alpha=alpha,
-                label=label,
-            )
+            axes.plot(reached, noise.errors, ".-", color=colour, alpha=alpha, label=label)
             label = None
     _by_layer(axes)
-    axes.set(ylabel="relative error", yscale="log")
+    axes.set_ylabel("relative error")
+    # There is no logarithm of 0.
+    axes.set_yscale("log", nonpositive="mask")
 
 
 def _lambda(figure: Figure, networks: Networks) -> None:
@@ -298,24 +264,10 @@ def _lambda(figure: Figure, networks: Networks) -> None:
         if points:
             numbers, quantiles = zip(*points, strict=True)
             _, low, first, middle, third, high, _ = zip(*quantiles, strict=True)
-            axes.fill_between(
-                numbers,
-                low,
-                high,
-                color=colour,
-                alpha=0.2,
-                linewidth=0,
-            )
-            axes.fill_between(
-                numbers,
-                first,
-                third,
-                color=colour,
-                alpha=0.35,
-                linewidth=0,
-            )
+            axes.fill_between(numbers, low, high, color=colour, alpha=0.2)
+            axes.fill_between(numbers, first, third, color=colour, alpha=0.35)
             axes.plot(numbers, middle, color=colour, label=name)
-    axes.axhline(1, linewidth=1, color="#8b949e")
+    axes.axhline(1, linewidth=1, color=_LINE)
     _by_layer(axes)
     axes.set_ylabel("lambda")
 

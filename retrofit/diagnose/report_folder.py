@@ -18,7 +18,6 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_folder, ensure_writable
 from retrofit.utils.text import printable, shortlist
 
-# Marks a folder as a report, which may be replaced.
 _RESULTS = "results.json"
 _PAGE = "index.html"
 _FIGURES = {
@@ -28,6 +27,8 @@ _FIGURES = {
     "linearity": "linearity", "HZ": "henze_zirkler", "AMI": "dependence",
 }  # fmt: skip
 """The columns of numbers: a title, and the attribute of a layer."""
+# Every report holds these files, and no report others than the ones below.
+_ALWAYS = {_RESULTS, _PAGE, "gaussianity.png", "power.png"}
 _WRITTEN = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
 
 
@@ -48,46 +49,42 @@ def check_folder(folder: Path, force: bool) -> None:
 
 def _refuse_what_others_wrote(folder: Path) -> None:
     """Refuse a folder that is no report, or holds more than one: all that is in it is replaced."""
-    if not folder.is_dir() or (any(folder.iterdir()) and not _is_report(folder)):
+    names = {folder.name}
+    if folder.is_dir():
+        names = {path.name for path in folder.iterdir()}
+    others = names - _WRITTEN
+    is_part = bool(names) and not names >= _ALWAYS
+    if others or is_part:
         raise RetrofitError(
-            f"{folder} is not a report that diagnose wrote and is kept; choose another `folder`"
-        )
-    others = sorted(path.name for path in folder.iterdir() if path.name not in _WRITTEN)
-    if others:
-        raise RetrofitError(
-            f"{folder} holds what diagnose did not write ({shortlist(others)}) and is kept; "
-            "move that elsewhere, or choose another `folder`"
+            f"{folder} is no report of diagnose alone ({shortlist(sorted(others or names))}) and "
+            "is kept; move that elsewhere, or choose another `folder`"
         )
 
 
-def _is_report(folder: Path) -> bool:
-    """Whether a folder holds the results of a diagnosis; another program's may have their name."""
-    try:
-        results = json.loads((folder / _RESULTS).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(results, dict) and isinstance(results.get("networks"), dict)
-
-
-def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> None:
+def write_report(networks: Networks, facts: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Write the report of one or two diagnoses by the name to show; `facts` is what else
     results.json shall hold.
 
     A folder that is there is replaced once the new one is whole.
+
+    Returns:
+        What results.json holds.
     """
     models = facts.get("models", {})
-    results = {name: diagnosis.to_dict() for name, diagnosis in networks.items()}
+    figures = {name: diagnosis.to_dict() for name, diagnosis in networks.items()}
+    results = {**facts, "networks": figures}
     with atomic_folder(folder) as staged:
         pictures = {plot: plot.png(networks) for plot in plots(networks)}
         for plot, png in pictures.items():
             (staged / f"{plot.name}.png").write_bytes(png)
         page = _page(networks, models, pictures)
         (staged / _PAGE).write_text(page, encoding="utf-8")
-        text = json.dumps({**facts, "networks": results}, indent=1)
+        text = json.dumps(results, indent=1)
         (staged / _RESULTS).write_text(text + "\n")
         # Measuring takes long, and something may have come into the folder meanwhile.
         if folder.exists():
             _refuse_what_others_wrote(folder)
+    return results
 
 
 def _page(

@@ -372,7 +372,7 @@ def converted(run: Run, pictures: Path) -> str:
 
 def test_every_command_takes_it(run: Run, converted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "retrofit.diagnose.report_folder.write_report", lambda *_: None
+        "retrofit.diagnose.report_folder.write_report", lambda *_: {}
     )  # painting takes longest
     few = ("-b", "2", "--rounds", "3", "--mode", "eval")
     for words in (
