@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any, Literal
 
 import numpy as np
@@ -28,9 +28,13 @@ from retrofit.utils.forward_pass import autocast, memory_advice, standard_normal
 from retrofit.utils.onnx_runtimes import Runtime, metadata, open_onnx
 
 Mode = Literal["eval", "train"]
-MODES: tuple[Mode, ...] = ("eval", "train")
-# Called as progress(turns done, in all).
-Progress = Callable[[int, int], None]
+_MODES: dict[str, tuple[Mode, ...]] = {
+    "both": ("eval", "train"),
+    "eval": ("eval",),
+    "train": ("train",),
+}
+# Called as progress(turns done, in all, what is measured).
+Progress = Callable[[int, int, str], None]
 Step = Callable[[], object]
 
 # Runs of a file that are not timed.
@@ -62,8 +66,8 @@ class Spread:
     @classmethod
     def of(cls, figures: Sequence[float]) -> "Spread":
         """Summarise at least two figures."""
-        low, _, high = quantiles(figures, n=4, method="inclusive")
-        return cls(median(figures), low, high)
+        low, median, high = quantiles(figures, n=4, method="inclusive")
+        return cls(median, low, high)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class FileCost:
 def measure(
     networks: Mapping[str, tuple[nn.Module, tuple[int, int, int]]],
     setting: Setting,
-    modes: Sequence[Mode] = MODES,
+    mode: str = "both",
     progress: Progress | None = None,
 ) -> list[Cost]:
     """Measure copies of networks against the last of them.
@@ -108,7 +112,7 @@ def measure(
     Args:
         networks: By name, each with its input size (C, H, W).
         setting: How they are run.
-        modes: What is measured.
+        mode: What is measured: "eval", "train" or "both".
         progress: Called after every turn.
 
     Raises:
@@ -117,22 +121,19 @@ def measure(
     """
     costs: list[Cost] = []
     *_, reference = networks
-    total = len(modes) * setting.rounds
-    for number, mode in enumerate(modes):
-        first_turn = number * setting.rounds + 1
-        turns = range(first_turn, first_turn + setting.rounds)
+    for one in _MODES[mode]:
         with memory_advice(setting.batch_size):
             steps = {
-                name: _step(name, network, size, mode, setting)
+                name: _step(network, size, one, setting)
                 for name, (network, size) in networks.items()
             }
             memory = {name: _peak_of(step, setting.device) for name, step in steps.items()}
-            times = _in_turns(steps, turns, total, setting.device, progress)
+            times = _in_turns(steps, setting.rounds, setting.device, progress, one)
         for name, (seconds, time_ratio) in times.items():
             memory_ratio = None
             if name != reference:
                 memory_ratio = memory[name] / max(memory[reference], 1)
-            cost = Cost(name, mode, seconds, memory[name], time_ratio, memory_ratio)
+            cost = Cost(name, one, seconds, memory[name], time_ratio, memory_ratio)
             costs.append(cost)
     return costs
 
@@ -175,8 +176,7 @@ def measure_files(
         for step in steps.values():
             for _ in range(_WARM):
                 step()
-        turns = range(1, rounds + 1)
-        times = _in_turns(steps, turns, rounds, torch.device("cpu"), progress)
+        times = _in_turns(steps, rounds, torch.device("cpu"), progress, runtime)
     return [
         FileCost(name, seconds, files[name].stat().st_size, ratio)
         for name, (seconds, ratio) in times.items()
@@ -200,21 +200,21 @@ def _file_step(path: Path, runtime: Runtime, batch_size: int, threads: int | Non
 
 def _in_turns(
     steps: Mapping[str, Step],
-    turns: range,
-    total: int,
+    rounds: int,
     device: torch.device,
     progress: Progress | None,
+    what: str,
 ) -> dict[str, tuple[Spread, Spread | None]]:
     """Return the seconds of each step, and their ratio to those of the last one, the reference,
     which has none.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in turns:
+    for turn in range(1, rounds + 1):
         for name, step in steps.items():
             seconds = _seconds_of(step, device)
             times[name].append(seconds)
         if progress is not None:
-            progress(turn, total)
+            progress(turn, rounds, what)
     *_, reference = times.values()
     return {
         name: (Spread.of(seconds), _ratio_to(reference, seconds)) for name, seconds in times.items()
@@ -236,9 +236,7 @@ def _seconds_of(step: Step, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _step(
-    name: str, network: nn.Module, size: tuple[int, int, int], mode: Mode, setting: Setting
-) -> Step:
+def _step(network: nn.Module, size: tuple[int, int, int], mode: Mode, setting: Setting) -> Step:
     """Return what runs one batch of seeded images through a copy of the network."""
     layout: Any = torch.contiguous_format
     if setting.channels_last:
@@ -254,19 +252,8 @@ def _step(
         run = torch.compile(model)
     if mode == "eval":
         return partial(_evaluate, run, pixels, setting)
-    if not _gives_scores(model, pixels):
-        raise RetrofitError(
-            f"{name} gives no class scores to train on; measure it with `modes=('eval',)`"
-        )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     return partial(_train, run, pixels, setting, optimizer)
-
-
-@torch.inference_mode()
-def _gives_scores(model: nn.Module, pixels: Tensor) -> bool:
-    """Whether a network answers with class scores in evaluation; it is left as it is."""
-    scores = copy.deepcopy(model).eval()(pixels[:2])
-    return isinstance(scores, Tensor) and scores.ndim == 2
 
 
 @torch.inference_mode()
@@ -285,8 +272,12 @@ def _train(
         answer = run(pixels)
     scores = answer
     # In training, some networks give scores of auxiliary heads too.
-    if not isinstance(answer, Tensor):
+    if isinstance(answer, list | tuple):
         scores = answer[0]
+    if not isinstance(scores, Tensor) or scores.ndim != 2:
+        raise RetrofitError(
+            "a network gives no class scores to train on; measure it with `mode='eval'`"
+        )
     images, classes = scores.shape
     positions = torch.arange(images, device=scores.device)
     labels = positions % classes

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from retrofit import bench
-from retrofit.bench import Mode, Setting, Spread, measure, measure_files, peak_memory
+from retrofit.bench import Setting, Spread, measure, measure_files, peak_memory
 from retrofit.errors import RetrofitError
 
 CPU = torch.device("cpu")
@@ -39,15 +39,15 @@ def test_networks_take_turns(mode: str) -> None:
     setting = Setting(batch_size=2, rounds=3)
     networks = {"wide": (small(64), (3, 16, 16)), "plain": (network, (3, 16, 16))}
     wide, plain = measure(
-        networks, setting, (mode,), lambda done, total: turns.append((done, total))
-    )  # type: ignore[arg-type]
+        networks, setting, mode, lambda done, total, what: turns.append((done, total, what))
+    )
     assert (wide.network, plain.network, plain.mode) == ("wide", "plain", mode)
     assert plain.time_ratio is plain.memory_ratio is None
     assert wide.time_ratio is not None
     assert wide.time_ratio.low <= wide.time_ratio.median <= wide.time_ratio.high
     assert wide.memory_ratio == wide.bytes / plain.bytes
     assert wide.bytes > 4 * plain.bytes
-    assert turns == [(1, 3), (2, 3), (3, 3)]
+    assert turns == [(1, 3, mode), (2, 3, mode), (3, 3, mode)]
     torch.testing.assert_close(network.state_dict(), before, rtol=0, atol=0)
 
 
@@ -57,12 +57,12 @@ def test_training_needs_class_scores() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
-def test_batches_beyond_the_memory_are_refused_with_advice(mode: Mode) -> None:
+def test_batches_beyond_the_memory_are_refused_with_advice(mode: str) -> None:
     setting = Setting(batch_size=10**11, rounds=3)
     with pytest.raises(
         RetrofitError, match=r"100,000,000,000 images .* memory; lower `batch_size`"
     ):
-        measure({"plain": (small(), (3, 16, 16))}, setting, (mode,))
+        measure({"plain": (small(), (3, 16, 16))}, setting, mode)
 
 
 def test_files_of_batches_beyond_the_memory(

@@ -18,7 +18,6 @@ from typing import Any
 import click
 
 from retrofit import __version__
-from retrofit.cli.console import in_flags
 from retrofit.errors import RetrofitError
 from retrofit.utils.extras import named_extra
 from retrofit.utils.text import printable, with_class
@@ -68,14 +67,6 @@ class _Commands(click.Group):
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; its errors name its own flags."""
-        try:
-            return super().invoke(ctx)
-        except RetrofitError as error:
-            error.args = (in_flags(str(error), self.get_command(ctx, str(ctx.invoked_subcommand))),)
-            raise
 
     def main(  # type: ignore[override]
         self, args: Sequence[str] | None = None, prog_name: str | None = "retrofit", **extra: Any

@@ -15,7 +15,7 @@ If MODEL and --against are exported files (.onnx), --runtime runs them as they a
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from retrofit.utils.text import plural
 if TYPE_CHECKING:
     import torch
 
-    from retrofit.bench import Cost, FileCost
+    from retrofit.bench import Cost, FileCost, Spread
     from retrofit.networks.open_model import Network
 
     Measured = tuple[str, torch.device, dict[str, Any]]
@@ -55,10 +55,8 @@ def command(model: str, against: str | None, **arguments: Any) -> None:
     Raises:
         UsageError: If the two are the same, or a network and an exported file.
     """
-    models = [name for name in (model, against) if name is not None]
-    are_files = [Path(name).suffix == ".onnx" for name in models]
-    is_mixed = any(are_files) and not all(are_files)
-    if is_mixed:
+    kinds = {Path(name).suffix == ".onnx" for name in (model, against) if name is not None}
+    if len(kinds) > 1:
         raise UsageError(
             "a network and an exported file are measured in different ways; compare two of a kind"
         )
@@ -66,7 +64,7 @@ def command(model: str, against: str | None, **arguments: Any) -> None:
         raise UsageError(
             f"{model} would be measured against itself; name another network with --against"
         )
-    if all(are_files):
+    if kinds == {True}:
         conditions, device, answer = _measure_files(model, against, arguments)
     else:
         conditions, device, answer = _measure_networks(model, against, arguments)
@@ -89,7 +87,7 @@ def _machine(device: torch.device) -> str:
 
 def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]) -> Measured:
     """Return the conditions, the device and the JSON values of a measurement."""
-    from retrofit.bench import MODES, Setting, measure
+    from retrofit.bench import Setting, measure
     from retrofit.cli.network import placement, taken
 
     if arguments["runtime"] is not None:
@@ -97,13 +95,11 @@ def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]
     device, amp = placement(arguments)
     networks = _opened(model, against, arguments)
     sizes = {name: network.preprocess.input_size for name, network in networks.items()}
-    modes = MODES
-    if arguments["mode"] != "both":
-        modes = (arguments["mode"],)
-    setting = Setting(**taken(dict(arguments), Setting), device=device, amp=amp)
     measured = {name: (network.model, sizes[name]) for name, network in networks.items()}
+    mode = arguments["mode"]
+    setting = Setting(**taken(dict(arguments), Setting), device=device, amp=amp)
     with progress_bar("measuring") as move:
-        costs = measure(measured, setting, modes, move)
+        costs = measure(measured, setting, mode, move)
     rows = []
     for cost in costs:
         memory = "1"
@@ -118,27 +114,24 @@ def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]
 
 def _opened(model: str, against: str | None, arguments: dict[str, Any]) -> dict[str, Network]:
     """Open a network and its reference, by the name to show."""
-    from retrofit.cli.network import open_network
-    from retrofit.networks.artifact import artifact_path
+    from retrofit.cli.network import open_against, open_network
     from retrofit.networks.model_sources import build
+    from retrofit.networks.open_model import Network
     from retrofit.record import set_record
 
     builder = arguments["network"]
     network = open_network(model, arguments, beside=against)
-    if against is None and network.artifact is None:
+    if against is not None:
+        size = network.preprocess.input_size[-1]
+        return {model: network, against: open_against(against, builder, img_size=size)}
+    if network.artifact is None:
         raise UsageError(
             f"{model} is no artifact, whose source would be the reference; give --against MODEL"
         )
-    if against is None:
-        source = build(network.source)
-        # So that it gets images of the artifact's size.
-        set_record(source, preprocess=network.preprocess)
-        reference = replace(network, model=source, artifact=None)
-        return {model: network, network.source.name: reference}
-    if artifact_path(against) is None:
-        size = network.preprocess.input_size[-1]
-        return {model: network, against: open_network(against, {"img_size": size})}
-    return {model: network, against: open_network(against, {"network": builder})}
+    source = build(network.source)
+    # So that it gets images of the artifact's size.
+    set_record(source, preprocess=network.preprocess)
+    return {model: network, network.source.name: Network(source)}
 
 
 def _measure_files(model: str, against: str | None, arguments: dict[str, Any]) -> Measured:
@@ -170,11 +163,12 @@ def _measure_files(model: str, against: str | None, arguments: dict[str, Any]) -
 
 def _times(cost: Cost | FileCost) -> tuple[str, str]:
     """Return the time of a batch in milliseconds, and its ratio to the reference's."""
-    seconds = cost.seconds
-    low = seconds.low * 1e3
-    high = seconds.high * 1e3
-    milliseconds = f"{seconds.median * 1e3:.1f} ({low:.1f} to {high:.1f})"
-    ratio = cost.time_ratio
-    if ratio is None:
-        return milliseconds, "1"
-    return milliseconds, f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    ratio = "1"
+    if cost.time_ratio is not None:
+        ratio = _shown(cost.time_ratio, ".2f")
+    return _shown(cost.seconds, ".1f", 1e3), ratio
+
+
+def _shown(spread: Spread, form: str, unit: float = 1.0) -> str:
+    median, low, high = (format(unit * figure, form) for figure in astuple(spread))
+    return f"{median} ({low} to {high})"

@@ -25,14 +25,6 @@ if TYPE_CHECKING:
 
 # Where stderr is no terminal, a table should not be squeezed into 80 columns.
 _LOG_WIDTH = 120
-# Between two columns of a table.
-_GAP = 3
-# No column is narrowed below this width.
-_NARROW = 14
-# The last column, which holds sentences, is not narrowed below this for wide ones before it.
-_SENTENCE = 20
-# A terminal that has room for long lines.
-_WIDE = 100
 # Seconds between lines of progress, where there is no terminal.
 _EVERY = 30.0
 # Seconds over which speed is averaged, to estimate the time that is left.
@@ -43,25 +35,17 @@ _ROWS = 16
 _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]+))?`")
 
 
-def in_flags(text: str, command: click.Command | None = None) -> str:
-    """Return "pass `num_classes=7`" as "pass --num-classes 7", in the flags of `command`, or of
-    click's current one.
+def in_flags(text: str) -> str:
+    """Return "pass `num_classes=7`" as "pass --num-classes 7", in the flags of the command that
+    runs.
 
     An option is named after the Python argument that it sets, so `source` is --from where a command
-    declares `click.option("--from", "source")`. Names without an option in the command, or a
-    group's commands, are left as is.
+    declares `click.option("--from", "source")`. Names without an option are left as they are.
     """
     context = click.get_current_context(silent=True)
-    if command is None and context is not None:
-        command = context.command
-    if command is None:
+    if context is None:
         return text
-    options = {
-        parameter.name: parameter
-        for each in (command, *getattr(command, "commands", {}).values())
-        for parameter in each.params
-        if isinstance(parameter, click.Option)
-    }
+    options = {option.name: option for option in context.command.params}
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
@@ -80,25 +64,21 @@ def literal(text: str) -> Any:
         return text
 
 
-def _as_typed(option: click.Option, text: str | None) -> str:
+def _as_typed(option: click.Parameter, text: str | None) -> str:
     """Return an option as a user types it, with a value that Python's text names; a placeholder
     (FILE) stays as is.
     """
-    name = max(option.opts, key=len)
+    flag = option.opts[-1]
     if text is None:
-        return name
+        return flag
     value = literal(text)
-    if option.is_flag:
-        off = [*option.secondary_opts, name][0]
-        if value is False:
-            return off
-        return name
+    if value is True:
+        return flag
+    if value is False:
+        return option.secondary_opts[-1]
     if isinstance(value, dict):
-        return " ".join(f"{name} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
-    words = [value]
-    if isinstance(value, list | tuple):
-        words = list(value)
-    return " ".join([name, *(shlex.quote(str(word)) for word in words)])
+        return " ".join(f"{flag} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
+    return f"{flag} {shlex.quote(str(value))}"
 
 
 def stderr() -> Console:
@@ -135,50 +115,28 @@ def emit(values: dict[str, Any]) -> None:
         click.echo(json_text(values))
 
 
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    console = stderr()
-    lengths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    widths = _fitted(lengths, console.width - _GAP * len(lengths))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in head:
-        table.add_column(title, no_wrap=True)
-    table.columns[0].justify = "right"
-    table.columns[-1].no_wrap = False
-    for *cells, last in rows:
-        table.add_row(*map(printable, cells, widths), last)
-    console.print(table)
-
-
-def show_table(columns: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write a table to stderr; the first column holds numbers, and a column without entries is left
     out.
 
-    Rows beyond a limit are counted, not shown. Where the terminal is too narrow, the last column is
-    broken between words, and entries of the others are shortened in the middle, those of the widest
-    column first.
+    Rows beyond a limit are counted, not shown. Where the terminal is too narrow, entries are broken
+    into lines.
     """
+    from rich import box
+    from rich.table import Table
+
     filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
     if not filled:
         return
-    head = [columns[number] for number in filled]
-    shown = [[in_flags(row[number]) for number in filled] for row in rows[:_ROWS]]
-    _print_table(head, shown)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number in filled:
+        table.add_column(columns[number])
+    table.columns[0].justify = "right"
+    for row in rows[:_ROWS]:
+        table.add_row(*(printable(in_flags(row[number])) for number in filled))
+    stderr().print(table)
     if len(rows) > _ROWS:
         say(f"... and {len(rows) - _ROWS} more kinds; --json lists every layer")
-
-
-def _fitted(lengths: Sequence[int], room: int) -> list[int]:
-    """Return widths of columns from the lengths of their longest entries: at most `room` together,
-    unless columns would be too narrow.
-    """
-    widths = list(lengths)
-    widths[-1] = min(widths[-1], max(room - sum(widths[:-1]), _SENTENCE))
-    while sum(widths) > room and max(widths) > _NARROW:
-        widths[widths.index(max(widths))] -= 1
-    return widths
 
 
 def show_lines(rows: Sequence[tuple[str, ...]]) -> None:
@@ -203,14 +161,11 @@ def show_plan(plan: Plan, full: bool = False) -> None:
 
 
 def names(values: Iterable[str]) -> str:
-    """Return the first name, or two if there is room, and how many others there are."""
-    listed = list(values)
-    if stderr().width < _WIDE and len(listed) > 1:
-        return f"{listed[0]} (+{len(listed) - 1})"
-    head = ", ".join(printable(value, 80) for value in listed[:2])
-    if len(listed) <= 2:
-        return head
-    return f"{head}, ... ({len(listed) - 2} more)"
+    """Return the first two names, and how many others there are."""
+    listed = [printable(value, 80) for value in values]
+    if len(listed) > 2:
+        listed[2:] = [f"... ({len(listed) - 2} more)"]
+    return ", ".join(listed)
 
 
 def waiting(text: str) -> AbstractContextManager[Any]:
@@ -262,11 +217,7 @@ def progress_bar(text: str) -> Iterator[Callable[..., None]]:
             if shown or now - written < _EVERY:
                 return
             written = now
-            line = f"{text} {done}"
-            if total is not None:
-                line += f" of {total}"
-            if part:
-                line += f": {part}"
+            line = f"{description}, {done} of {total or 'an unknown number'}"
             seconds = bar.tasks[0].time_remaining
             if seconds is not None:
                 line += f", {seconds / 60:.0f} min left"

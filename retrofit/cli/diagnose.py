@@ -42,11 +42,10 @@ def command(
     model: str, against: str | None, folder: Path | None, force: bool, **arguments: Any
 ) -> None:
     from retrofit.attack import attack_on
-    from retrofit.cli.network import device_named, file_stem, open_data, open_network
+    from retrofit.cli.network import device_named, file_stem, open_against, open_data, open_network
     from retrofit.diagnose.diagnosis import diagnose, labelled_batches
     from retrofit.diagnose.findings import sentences
     from retrofit.diagnose.report_folder import check_folder, write_report
-    from retrofit.networks.artifact import artifact_path
 
     device = device_named(arguments["device"])
     kind = arguments.pop("attack")
@@ -54,17 +53,14 @@ def command(
     folder = folder or Path(f"{file_stem(model)}-diagnosis")
     check_folder(folder, force)
     # The second network needs these too; `open_network` takes them out of `arguments`.
-    for_second = {name: arguments[name] for name in ("pretrained", "network")}
+    pretrained = arguments["pretrained"]
+    builder = arguments["network"]
     networks = {file_stem(model): open_network(model, arguments, beside=against)}
     if against is not None:
         name = file_stem(against)
         if name in networks:
             name += " (against)"
-        # A network by name gets the library's weights too; an artifact, the first one's builder.
-        shared = "network"
-        if artifact_path(against) is None:
-            shared = "pretrained"
-        networks[name] = open_network(against, {shared: for_second[shared]})
+        networks[name] = open_against(against, builder, pretrained=pretrained)
     facts = {
         "schema": 1,
         "models": {name: network.facts for name, network in networks.items()},

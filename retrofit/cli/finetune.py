@@ -107,7 +107,7 @@ def _shown(value: Any) -> str:
 
 
 @click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
-@click.argument("model", required=False, shell_complete=options.complete_model)
+@click.argument("MODEL", required=False, shell_complete=options.complete_model)
 @options.option(
     "--recipe",
     "Settings to start from.",

@@ -41,6 +41,19 @@ def open_network(text: str, arguments: dict[str, Any], beside: str | None = None
     return network
 
 
+def open_against(text: str, network: str | None, **named: Any) -> Network:
+    """Open the network that --against names, and say what it is.
+
+    Args:
+        text: The network.
+        network: What --network says, for an artifact.
+        **named: Options for one that is no artifact.
+    """
+    if artifact_path(text) is None:
+        return open_network(text, named)
+    return open_network(text, {"network": network})
+
+
 def introduce(network: Network) -> None:
     """Write whose weights a network has, how far it is converted, and every warning to stderr."""
     style = "bold"

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from retrofit.cli.console import literal
+from retrofit.cli.console import in_flags, literal
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.registry import FAMILIES, Option, load_plugins, targets_of
@@ -53,7 +53,19 @@ _METAVARS = {
 _ENOUGH = 2
 
 
-class Grouped(click.Command):
+class Command(click.Command):
+    """A command whose errors name its own flags."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except RetrofitError as error:
+            error.args = (in_flags(str(error)),)
+            raise
+
+
+class Grouped(Command):
     """A command whose help shows its options in groups; `groups` names the first option of each."""
 
     def __init__(self, *args: Any, groups: Mapping[str, str], **rest: Any) -> None:
@@ -78,19 +90,13 @@ def refuse_flags(reason: str, *, but: Collection[str]) -> None:
     """Raise UsageError if anything other than the named arguments was typed: flags, or MODEL."""
     context = click.get_current_context()
     refused = [
-        _typed_name(parameter)
+        parameter.opts[-1]
         for parameter in context.command.params
         if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
         and parameter.name not in but
     ]
     if refused:
         raise UsageError(f"{reason}; drop {', '.join(refused)}")
-
-
-def _typed_name(parameter: click.Parameter) -> str:
-    if isinstance(parameter, click.Option):
-        return max(parameter.opts, key=len)
-    return parameter.human_readable_name
 
 
 def complete_model(
@@ -223,7 +229,7 @@ def against(help: str) -> Decorator:
 
 
 RUNTIMES = ("onnxruntime", "openvino")
-model = click.argument("model", metavar="MODEL", shell_complete=complete_model)
+model = click.argument("MODEL", shell_complete=complete_model)
 device = option("--device", "Device to run on (default: cuda if available, else cpu).")
 runtime = option("--runtime", "Runtime for exported .onnx files (default: onnxruntime).", RUNTIMES)
 force = option("--force", "Overwrite existing output.", bool)

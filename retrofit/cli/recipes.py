@@ -32,7 +32,7 @@ def show(name: str) -> None:
     click.echo(recipe_text(name), nl=False)
 
 
-@command.command("copy")
+@command.command("copy", cls=options.Command)
 @click.argument("name", metavar="NAME")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
 @options.force

@@ -481,9 +481,12 @@ def test_a_table_fits_and_breaks_no_word(terminal: Console) -> None:
     words = " ".join(lines).split()
     assert {"BatchNorm2d", "after", "residual", "addition"} <= set(words)
     assert sum(word.startswith("Migrate") for word in words) == 1
-    wide = terminal.width == 120
-    assert ("MigratedGroupNormAct" in words) == wide
-    assert console.names(["a", "b", "c", "d"]) == ("a, b, ... (2 more)" if wide else "a (+3)")
+    assert ("MigratedGroupNormAct" in words) == (terminal.width == 120)
+
+
+def test_a_few_names_and_how_many_more() -> None:
+    assert console.names("abcd") == "a, b, ... (2 more)"
+    assert console.names("ab") == "a, b"
 
 
 @pytest.mark.parametrize("text", ["opening x[/bold]", "opening [red]x"])
@@ -505,7 +508,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     with console.progress_bar("training") as move:
         for clock[0], step in ((1.0, 100), (20.0, 101), (61.0, 110), (70.0, 111)):
             move(step, 170, "epoch 1")
-    assert log.file.getvalue() == "training 110 of 170: epoch 1, 6 min left\n"
+    assert log.file.getvalue() == "training: epoch 1, 110 of 170, 6 min left\n"
 
 
 @click.command()
@@ -531,7 +534,7 @@ def example(**_: Any) -> None:
         ("pass `checkpoint=FILE`", "pass --checkpoint FILE"),
         ("pass `checkpoint='a b.pth'`", "pass --checkpoint 'a b.pth'"),
         ("pass `model_kwargs={'a': 1, 'b': 'x'}`", "pass --model-kwargs a=1 --model-kwargs b=x"),
-        ("`batch_size=7`, `batch_size=(8,)`", "--batch-size 7, --batch-size 8"),
+        ("`batch_size=7`, `batch_size=8`", "--batch-size 7, --batch-size 8"),
         *((text, text) for text in ("`into` and `strength=1`", "an open ` and source")),
         (
             "`retrofit convert` and `save(source='own')`",
@@ -540,11 +543,9 @@ def example(**_: Any) -> None:
     ],
 )
 def test_arguments_become_flags(text: str, expected: str) -> None:
-    assert in_flags(text, example) == expected
+    with click.Context(example):
+        assert in_flags(text) == expected
     assert in_flags(text) == text  # no command runs
-    assert (
-        in_flags("pass `force=True`", command("recipes")) == "pass --force"
-    )  # a group has its commands' options
 
 
 def texts(node: ast.AST) -> Iterator[str]:

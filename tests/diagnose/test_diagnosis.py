@@ -290,7 +290,7 @@ def test_a_report_replaces_only_a_report(
     check_folder(folder, force=True)
     write_report({"b": one}, {}, folder)
     assert "b" in json.loads((folder / "results.json").read_text())["networks"]
-    with pytest.raises(RetrofitError, match="no report of diagnose alone .* and is kept"):
+    with pytest.raises(RetrofitError, match=r"no report of diagnose alone .* and is kept"):
         check_folder(folder / "qq.png", force=True)
     results = folder / "results.json"
     results.rename(tmp_path / "results.json")
