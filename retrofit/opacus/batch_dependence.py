@@ -5,7 +5,7 @@ sample's gradient depends on it. Opacus's validator judges trained layers by the
 network is run, so frozen parameters and code of one's own count too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +17,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.utils.forward_pass import (
-    copied,
-    device_of,
-    forked_random_state,
-    hooked,
-    kept_values,
-    put_back,
-)
+from retrofit.utils.forward_pass import copied, hooked, kept_values, put_back
 from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import ROOT, shortlist, with_class
 
@@ -109,8 +102,9 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:
         changes = _mixing_modules(network, call)
-    classes = {name: _class_name(network, name) for name in changes}
-    result = BatchDependence(change, changes, classes)
+    classes = {name or ROOT: type(network.get_submodule(name)).__name__ for name in changes}
+    modules = dict(zip(classes, changes.values(), strict=True))
+    result = BatchDependence(change, modules, classes)
     if strict and not result.passed:
         raise RetrofitError(
             f"{result}; call retrofit.freeze_norms(model) if that is BatchNorm, or "
@@ -171,37 +165,35 @@ def _gradient(network: nn.Module, call: Call, sample: int) -> Tensor:
     """
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        rows = [y[sample] for y in _outputs(network, call) if y.requires_grad]
-        if not rows:
-            raise RetrofitError(
-                f"the network's answer holds no tensor with a row for each of the {call.batch} "
-                "samples; give it inputs for which it answers with outputs, not with a loss"
-            )
-        loss = torch.stack([(y + y.square() / 2).sum() for y in rows]).sum()
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    used = [gradient.flatten().double() for gradient in gradients if gradient is not None]
-    return torch.cat(used)
-
-
-def _outputs(network: nn.Module, call: Call) -> list[Tensor]:
-    """Return the tensors in the answer that have a row for each sample; complex ones as real."""
-    buffers = kept_values(network.buffers())
-    with forked_random_state(device_of(network)):
         try:
-            answer = list(tensors_in(call.on(network)))
+            outputs = _rows(network, network, call, sample)
         # Anything may come out of a network's own code.
         except Exception as error:
             raise RetrofitError(
                 f"the network did not take the `inputs` ({with_class(error)})"
             ) from error
-        finally:
-            put_back(buffers)
-    rows = [y for y in answer if _has_rows(y, call.batch)]
+        losses = [(y + y.square() / 2).sum() for y in outputs if y.requires_grad]
+        if not losses:
+            raise RetrofitError(
+                f"the network's answer holds no tensor with a row for each of the {call.batch} "
+                "samples; give it inputs for which it answers with outputs, not with a loss"
+            )
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), parameters, allow_unused=True)
+    used = [gradient.flatten().double() for gradient in gradients if gradient is not None]
+    return torch.cat(used)
+
+
+def _rows(module: nn.Module, run: Callable[..., Any], call: Call, sample: int) -> list[Tensor]:
+    """Return a sample's row of each tensor in an answer that has a row for each sample; complex
+    ones as real. The buffers of the module stay as they were.
+    """
+    buffers = kept_values(module.buffers())
+    try:
+        answer = list(tensors_in(call.on(run)))
+    finally:
+        put_back(buffers)
+    rows = [y[sample] for y in answer if y.ndim and len(y) == call.batch]
     return [torch.view_as_real(y) if y.is_complex() else y for y in rows]
-
-
-def _has_rows(tensor: Tensor, batch: int) -> bool:
-    return tensor.ndim > 0 and len(tensor) == batch
 
 
 def _share(value: Tensor, other: Tensor) -> float:
@@ -218,64 +210,45 @@ def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
     Each is run by itself on what it gets, and again with the rows of other samples exchanged.
     """
     changes: dict[str, float] = {}
-    probe = _Probe(call.batch, changes)
-    hooks = (
-        module.register_forward_pre_hook(partial(probe, name or ROOT), with_kwargs=True)
-        for name, module in network.named_modules()
-    )
-    buffers = kept_values(network.buffers())
-    with torch.no_grad(), forked_random_state(device_of(network)), hooked(hooks):
-        call.on(network)
-    put_back(buffers)
-    mixing = {name: change for name, change in changes.items() if change > TOLERANCE}
-    return {
-        name: change
-        for name, change in mixing.items()
-        if not any(_is_inside(other, name) for other in mixing)
-    }
+    is_probing = False
 
-
-def _class_name(network: nn.Module, name: str) -> str:
-    module = network
-    if name != ROOT:
-        module = network.get_submodule(name)
-    return type(module).__name__
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name != outer and (outer == ROOT or name.startswith(f"{outer}."))
-
-
-class _Probe:
-    """Runs a module twice on what it is about to get; as a hook before its call."""
-
-    def __init__(self, batch: int, changes: dict[str, float]) -> None:
-        self._batch = batch
-        self._changes = changes
-        self._probing = False
-
-    def __call__(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        call = Call(args, kwargs)
+    def probe(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Run a module, before its call, on what it is about to get."""
+        nonlocal is_probing
+        given = Call(args, kwargs)
         # What the hooks of its children see in a probe is not what the network gives them.
-        if self._probing or call.batch != self._batch:
+        if is_probing or given.batch != call.batch:
             return
-        self._probing = True
+        is_probing = True
         # A module that does not take the other rows, for reasons of its own, is not named.
         with suppress(Exception):
-            change = max(self._output_change(module, call, sample) for sample in (0, 1))
-            self._changes[name] = max(change, self._changes.get(name, 0.0))
-        self._probing = False
+            change = max(_output_change(module, given, sample) for sample in (0, 1))
+            changes[name] = max(change, changes.get(name, 0.0))
+        is_probing = False
 
-    def _output_change(self, module: nn.Module, call: Call, sample: int) -> float:
-        outputs = self._rows(module, call, sample)
-        others = self._rows(module, _with_other_companions(call, sample), sample)
-        return max(
-            (_share(y, other) for y, other in zip(outputs, others, strict=True)), default=0.0
-        )
+    hooks = (
+        module.register_forward_pre_hook(partial(probe, name), with_kwargs=True)
+        for name, module in network.named_modules()
+    )
+    with torch.no_grad(), hooked(hooks):
+        call.on(network)
+    mixing = {name: change for name, change in changes.items() if change > TOLERANCE}
+    return {name: change for name, change in mixing.items() if not _holds_any(name, mixing)}
 
-    def _rows(self, module: nn.Module, call: Call, sample: int) -> list[Tensor]:
-        buffers = kept_values(module.buffers())
-        with forked_random_state(device_of(module)):
-            outputs = list(tensors_in(call.on(module.forward)))
-        put_back(buffers)
-        return [y[sample].double() for y in outputs if _has_rows(y, self._batch)]
+
+def _holds_any(name: str, others: Collection[str]) -> bool:
+    """Whether any of the other modules lies inside the one of this name."""
+    prefix = f"{name}."
+    if not name:
+        prefix = ""
+    return any(other != name and other.startswith(prefix) for other in others)
+
+
+def _output_change(module: nn.Module, call: Call, sample: int) -> float:
+    """Return how far a module's output for a sample moves with the others, as a share."""
+    outputs = _rows(module, module.forward, call, sample)
+    exchanged = _rows(module, module.forward, _with_other_companions(call, sample), sample)
+    shares = [
+        _share(y.double(), other.double()) for y, other in zip(outputs, exchanged, strict=True)
+    ]
+    return max(shares, default=0.0)
