@@ -187,7 +187,7 @@ class _Counts:
         self._losses.append(losses)
         right = ranks[:, 0]
         if self._attack is not None and right.any():
-            self._attacked += _resisted(self._attack, model, inputs[right], labels[right])
+            self._attacked += resisted(self._attack, model, inputs[right], labels[right])
 
     def accuracy(self, skipped: tuple[str, ...]) -> Accuracy:
         """Return the figures of all batches."""
@@ -208,7 +208,7 @@ class _Counts:
         )
 
 
-def _resisted(attack: Attack, model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
+def resisted(attack: Attack, model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
     """Return how many images (N, C, H, W) keep their class, of `labels` (N,), under an attack."""
     changed = attack(model, inputs, labels)
     predicted = model(changed).argmax(1)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from retrofit.diagnose.diagnosis import FEWEST, Diagnosis, Layer, mean_of
-from retrofit.diagnose.perturbations import Attenuation, InputNoise
+from retrofit.diagnose.perturbations import InputNoise
 from retrofit.utils.text import shortlist
 
 # A layer with a larger P1 has collapsed.
@@ -20,9 +20,15 @@ def sentences(networks: Mapping[str, Diagnosis]) -> list[str]:
 
 
 def _findings(diagnosis: Diagnosis) -> Iterator[str]:
-    yield from _gaussianity_findings(diagnosis.layers)
-    yield from _layer_findings(diagnosis.layers)
-    yield from _omissions(diagnosis.layers)
+    layers = diagnosis.layers
+    yield from _gaussianity_findings(layers)
+    yield from _layer_findings(layers)
+    few = sum(layer.henze_zirkler is None for layer in layers)
+    if few:
+        yield (
+            f"joint normality and dependence are left out for {few} of {len(layers)} layers: a "
+            f"batch has fewer than {FEWEST} values of a channel there, or its channels do not vary"
+        )
     unmeasured = diagnosis.unmeasured
     if unmeasured:
         yield (
@@ -31,21 +37,25 @@ def _findings(diagnosis: Diagnosis) -> Iterator[str]:
             f"({shortlist(unmeasured)})"
         )
     for noise in diagnosis.noise[:1]:
-        yield _course_of(noise)
-    yield from _input_noise_findings(diagnosis.input_noise)
+        ratio = noise.errors[-1] / max(noise.errors[0], 1e-30)
+        yield (
+            f"noise added at {noise.source}, relative to the signal, is {ratio:.2f} times as "
+            f"large at {noise.layers[-1]}"
+        )
+    if diagnosis.input_noise:
+        yield _on_noisy_images(diagnosis.input_noise)
     if diagnosis.attack is not None:
         yield f"top-1 {diagnosis.attack.top1:.1f}% under {diagnosis.attack.attack}"
 
 
 def _gaussianity_findings(layers: Sequence[Layer]) -> Iterator[str]:
-    r2 = mean_of(layer.r2 for layer in layers)
-    if r2 is None:
+    measured = [(layer.r2, layer.name) for layer in layers if layer.r2 is not None]
+    if not measured:
         return
-    text = f"mean R² to normal {r2:.3f}"
+    text = f"mean R² to normal {mean_of(r2 for r2, _ in measured):.3f}"
     before = mean_of(layer.r2_before for layer in layers)
     if before is not None:
         text += f" ({before:.3f} before the transform)"
-    measured = [(layer.r2, layer.name) for layer in layers if layer.r2 is not None]
     lowest, name = min(measured)
     yield f"{text}; furthest from normal: {name} ({lowest:.3f})"
 
@@ -65,33 +75,10 @@ def _layer_findings(layers: Sequence[Layer]) -> Iterator[str]:
         yield f"{linear} of {len(linearities)} activations act almost linearly (above {_LINEAR:g})"
 
 
-def _omissions(layers: Sequence[Layer]) -> Iterator[str]:
-    few = sum(layer.henze_zirkler is None for layer in layers)
-    if few:
-        yield (
-            f"joint normality and dependence are left out for {few} of {len(layers)} layers: a "
-            f"batch has fewer than {FEWEST} values of a channel there, or its channels do not vary"
-        )
-
-
-def _course_of(noise: Attenuation) -> str:
-    ratio = noise.errors[-1] / max(noise.errors[0], 1e-30)
-    course = "shrinks"
-    if ratio > 1:
-        course = "grows"
-    return (
-        f"noise added at {noise.source} {course} on its way: relative to the signal it is "
-        f"{ratio:.2f} times as large at {noise.layers[-1]}"
-    )
-
-
-def _input_noise_findings(answers: Sequence[InputNoise]) -> Iterator[str]:
-    if not answers:
-        return
-    clean = answers[0]
-    noisy = answers[-2]
+def _on_noisy_images(levels: Sequence[InputNoise]) -> str:
+    clean = levels[0]
+    noisy = levels[-2]
     noise = f"with noise of {noisy.level:g} on the images"
-    if clean.top1 is None or noisy.top1 is None:
-        yield f"{noisy.agreement:.1f}% of the answers are the same {noise}"
-    else:
-        yield f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% {noise}"
+    if clean.top1 is None:
+        return f"{noisy.agreement:.1f}% of the answers are the same {noise}"
+    return f"top-1 {clean.top1:.1f}%; {noisy.top1:.1f}% {noise}"

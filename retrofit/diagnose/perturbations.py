@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from retrofit.attack import Attack
 from retrofit.diagnose.meters import Probe
-from retrofit.utils.forward_pass import hooked
+from retrofit.evaluation import resisted
+from retrofit.utils.forward_pass import hooked, standard_normal
 
 Batch = tuple[Tensor, "Tensor | None"]
 
@@ -67,7 +68,7 @@ def attenuation(
     def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
         clean, _ = out.chunk(2)
         deviation = INJECTED * _spread(source, clean)
-        noise = deviation * _noise_like(clean, generator)
+        noise = deviation * standard_normal(clean.shape, generator).to(clean)
         return torch.cat([clean, clean + noise])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
@@ -102,12 +103,6 @@ def _relative_error(clean: Tensor, noisy: Tensor) -> float | None:
     return float(torch.linalg.vector_norm(noisy - clean) / spread)
 
 
-def _noise_like(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw normal noise on the CPU, the same for every device."""
-    noise = torch.randn(values.shape, generator=generator, dtype=torch.float32, device="cpu")
-    return noise.to(values)
-
-
 def input_noise(
     model: nn.Module, batches: Iterable[Batch], predictions: Iterable[Tensor], seed: int
 ) -> list[InputNoise]:
@@ -119,7 +114,7 @@ def input_noise(
     answers: list[Tensor] = []
     labels: list[Any] = []
     for (pixels, of_batch), clean in zip(batches, predictions, strict=True):
-        drawn = _noise_like(pixels, generator)
+        drawn = standard_normal(pixels.shape, generator).to(pixels)
         noisy = [model(pixels + level * drawn).argmax(1) for level in NOISE_LEVELS[1:]]
         answers.append(torch.stack([clean, *noisy]).cpu())
         labels.append(of_batch)
@@ -153,10 +148,5 @@ def under_attack(
         images += len(pixels)
         hit = clean == labels.to(clean)
         if hit.any():
-            right += _still_right(model, attack, pixels[hit], clean[hit])
+            right += resisted(attack, model, pixels[hit], clean[hit])
     return UnderAttack(str(attack), 100 * right / images)
-
-
-def _still_right(model: nn.Module, attack: Attack, pixels: Tensor, classes: Tensor) -> int:
-    predicted = model(attack(model, pixels, classes)).argmax(1)
-    return int((predicted == classes).sum())

@@ -52,43 +52,6 @@ _SHARE_NAMES = (
     "P4 between images, spread",
 )
 
-TEXTS = {
-    "gaussianity": "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized "
-    "features: 1 is "
-    "normal. Dotted: the same layers before their power transform (Eftekhari & Papyan 2025, "
-    "figure 6).",
-    "qq": "The channel with the median R² at four depths. Points on the line are normal; bends "
-    "at the ends are tails "
-    "heavier or lighter than normal ones (figure 5).",
-    "power": "Shares of each layer's power. P1 growing with depth is collapse: channels that are "
-    "nearly constant "
-    "over the data set, on which the activation acts almost linearly (Labatie et al. 2021, "
-    "figure 2).",
-    "channels": "Above: 1 where all channels have equal power, near 0 where a few have all of "
-    "it. Below: the share "
-    "of the variance of the activation's output that a straight line explains; near 1 the "
-    "nonlinearity is not used.",
-    "noise": f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, where "
-    f"a curve starts. The "
-    "curve is the relative error that is left at that layer and those called after it. Falling "
-    "curves: the network "
-    "attenuates noise (appendix A.1 follows its mean square). A layer has no mark if the noise "
-    "does not reach it, or "
-    "if its output does not vary.",
-    "independence": "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. "
-    "Below: mean adjusted "
-    f"mutual information, 0 is independent (appendix A.4). Layers with fewer than {FEWEST} "
-    f"values of a channel in a "
-    "batch are left out: their figures would be chance.",
-    "lambda": "Lambda over each layer's channels as used in evaluation: median, 25 to 75% "
-    "(dark), 5 to 95% (light). "
-    "At 1 the transform is the identity; below 1 it pulls in a right tail, above 1 a left one.",
-    "input-noise": "Top-1 accuracy (agreement with the clean answer, where there are no labels) "
-    "under Gaussian noise "
-    "on the normalized image (table 4).",
-}
-"""What each figure shows, and how to read it."""
-
 
 class Plot(NamedTuple):
     """A figure of a report."""
@@ -96,15 +59,19 @@ class Plot(NamedTuple):
     # Of the file, without ending.
     name: str
     title: str
+    # What it shows, and how to read it.
+    text: str
     draw: Callable[[Figure, Networks], None]
-    # Inches.
+    # Inches, and how many more for each network.
     height: float
+    height_each: float = 0.0
 
     def png(self, networks: Networks) -> bytes:
         """Return the figure as PNG."""
         stream = io.BytesIO()
         with rc_context(_RC):
-            figure = Figure(figsize=(_WIDTH, self.height))
+            height = self.height + self.height_each * len(networks)
+            figure = Figure(figsize=(_WIDTH, height))
             self.draw(figure, networks)
             handles, labels = figure.axes[0].get_legend_handles_labels()
             # Below the figure, off the data.
@@ -123,24 +90,13 @@ def plots(networks: Networks) -> list[Plot]:
     """Return the figures in which these networks, one or two diagnoses by the name to show, have
     something to show.
     """
-    count = len(networks)
     layers = [layer for diagnosis in networks.values() for layer in diagnosis.layers]
     filled = {
         "independence": any(layer.henze_zirkler is not None for layer in layers),
         "lambda": any(layer.lmbda for layer in layers),
         "input-noise": any(diagnosis.input_noise for diagnosis in networks.values()),
     }
-    every = [
-        Plot("gaussianity", "Gaussianity by layer", _gaussianity, 3.0),
-        Plot("qq", "Q-Q plots", _qq, 4.2 * count),
-        Plot("power", "Where the power lies", _power, 0.8 + 2.4 * count),
-        Plot("channels", "Channel balance, and linearity of the activation", _channels, 5.0),
-        Plot("noise", "Noise through the layers", _noise, 3.6),
-        Plot("independence", "Joint normality and dependence of channel pairs", _independence, 5.0),
-        Plot("lambda", "The transform's parameter", _lambda, 3.0),
-        Plot("input-noise", "Noise on the images", _input_noise, 3.0),
-    ]
-    return [plot for plot in every if filled.get(plot.name, True)]
+    return [plot for plot in PLOTS if filled.get(plot.name, True)]
 
 
 def _coloured(networks: Networks) -> Iterator[tuple[str, Diagnosis, str]]:
@@ -189,7 +145,7 @@ def _four_depths(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
     plotted = [(number, layer) for number, layer in enumerate(layers) if layer.plot is not None]
     if not plotted:
         return []
-    ranks = [round(step * (len(plotted) - 1) / 3) for step in range(4)]
+    ranks = np.linspace(0, len(plotted) - 1, 4).round().astype(int)
     return [plotted[rank] for rank in ranks]
 
 
@@ -290,3 +246,83 @@ def _input_noise(figure: Figure, networks: Networks) -> None:
 def _by_layer(axes: Axes) -> None:
     axes.set_xlabel(_LAYER)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+PLOTS = (
+    Plot(
+        "gaussianity",
+        "Gaussianity by layer",
+        "Mean R² of the line of best fit of the Q-Q plots of each layer's normalized "
+        "features: 1 is normal. Dotted: the same layers before their power transform "
+        "(Eftekhari & Papyan 2025, figure 6).",
+        _gaussianity,
+        3.0,
+    ),
+    Plot(
+        "qq",
+        "Q-Q plots",
+        "The channel with the median R² at four depths. Points on the line are normal; "
+        "bends at the ends are tails heavier or lighter than normal ones (figure 5).",
+        _qq,
+        0.0,
+        4.2,
+    ),
+    Plot(
+        "power",
+        "Where the power lies",
+        "Shares of each layer's power. P1 growing with depth is collapse: channels that"
+        " are nearly constant over the data set, on which the activation acts almost "
+        "linearly (Labatie et al. 2021, figure 2).",
+        _power,
+        0.8,
+        2.4,
+    ),
+    Plot(
+        "channels",
+        "Channel balance, and linearity of the activation",
+        "Above: 1 where all channels have equal power, near 0 where a few have all of "
+        "it. Below: the share of the variance of the activation's output that a "
+        "straight line explains; near 1 the nonlinearity is not used.",
+        _channels,
+        5.0,
+    ),
+    Plot(
+        "noise",
+        "Noise through the layers",
+        f"Gaussian noise of {INJECTED:g} of a channel's spread is added at one layer, "
+        "where a curve starts. The curve is the relative error that is left at that "
+        "layer and those called after it. Falling curves: the network attenuates noise "
+        "(appendix A.1 follows its mean square). A layer has no mark if the noise does "
+        "not reach it, or if its output does not vary.",
+        _noise,
+        3.6,
+    ),
+    Plot(
+        "independence",
+        "Joint normality and dependence of channel pairs",
+        "Above: mean Henze-Zirkler statistic, smaller is closer to jointly normal. "
+        "Below: mean adjusted mutual information, 0 is independent (appendix A.4). "
+        f"Layers with fewer than {FEWEST} values of a channel in a batch are left out: "
+        "their figures would be chance.",
+        _independence,
+        5.0,
+    ),
+    Plot(
+        "lambda",
+        "The transform's parameter",
+        "Lambda over each layer's channels as used in evaluation: median, 25 to 75% "
+        "(dark), 5 to 95% (light). At 1 the transform is the identity; below 1 it pulls"
+        " in a right tail, above 1 a left one.",
+        _lambda,
+        3.0,
+    ),
+    Plot(
+        "input-noise",
+        "Noise on the images",
+        "Top-1 accuracy (agreement with the clean answer, where there are no labels) "
+        "under Gaussian noise on the normalized image (table 4).",
+        _input_noise,
+        3.0,
+    ),
+)
+"""Every figure of a report."""

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader
 
 from retrofit.diagnose.diagnosis import Diagnosis, Layer
 from retrofit.diagnose.findings import sentences
-from retrofit.diagnose.plots import TEXTS, Networks, Plot, plots
+from retrofit.diagnose.plots import PLOTS, Networks, Plot, plots
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import atomic_folder, ensure_writable
 from retrofit.utils.text import printable, shortlist
@@ -29,7 +29,7 @@ _FIGURES = {
 """The columns of numbers: a title, and the attribute of a layer."""
 # Every report holds these files, and no report others than the ones below.
 _ALWAYS = {_RESULTS, _PAGE, "gaussianity.png", "power.png"}
-_WRITTEN = {_RESULTS, _PAGE, *(f"{name}.png" for name in TEXTS)}
+_WRITTEN = {_RESULTS, _PAGE, *(f"{plot.name}.png" for plot in PLOTS)}
 
 
 def check_folder(folder: Path, force: bool) -> None:
@@ -94,7 +94,8 @@ def _page(
     environment = Environment(
         loader=PackageLoader("retrofit", "diagnose"),
         autoescape=True,
-        finalize=_shown,
+        # Names come from files.
+        finalize=printable,
     )
     template = environment.get_template("report.html")
     titles = []
@@ -104,22 +105,15 @@ def _page(
         titles.append(_titled(name, model))
         abouts.append(_about(name, diagnosis, model))
     return template.render(
-        titles=titles,
+        title=f"Diagnosis of {' and '.join(titles)}",
         abouts=abouts,
         sentences=sentences(networks),
         figures=[
-            (plot.title, TEXTS[plot.name], base64.b64encode(png).decode())
+            (plot.title, plot.text, base64.b64encode(png).decode())
             for plot, png in pictures.items()
         ],
         tables={name: _table(diagnosis.layers) for name, diagnosis in networks.items()},
     )
-
-
-def _shown(value: object) -> object:
-    """Show text, which may be names from a file, on one line; what is marked as safe as it is."""
-    if hasattr(value, "__html__"):
-        return value
-    return printable(value)
 
 
 def _table(layers: Sequence[Layer]) -> list[Sequence[str]]:
