@@ -173,21 +173,14 @@ def diagnose(
         observers = [_Observer(probe, channels, seed, every) for probe in measured]
         _follow_activations(model, observers)
         images, predictions = _observe(model, observers, passing("layers"))
-        called = [observer for observer in observers if observer.seen]
-        if not called:
-            raise RetrofitError(
-                "the model calls no normalization layer that holds the images in its first "
-                "dimension, to diagnose; `retrofit inspect` lists what a model has"
-            )
         lambdas = lambda_values(model, few)
         layers = tuple(
             observer.result(lambdas.get(observer.probe.name))
-            for observer in _reported("statistics", called, progress)
+            for observer in _reported("statistics", observers, progress)
         )
-        live = [observer.probe for observer in called]
-        sources = [live[rank] for rank in evenly_spread(len(live), _SOURCES)]
+        sources = [measured[rank] for rank in evenly_spread(len(measured), _SOURCES)]
         followed = [
-            attenuation(model, live, source, few, seed)
+            attenuation(model, measured, source, few, seed)
             for source in _reported("noise", sources, progress)
         ]
         under_noise: list[InputNoise] = []
