@@ -22,7 +22,7 @@ from retrofit.surgery.bypass_guards import allow_fusing
 from retrofit.surgery.sole_feeders import sole_feeders
 from retrofit.surgery.source_run import run_source
 from retrofit.utils.forward_pass import copied
-from retrofit.utils.text import plural, shortlist
+from retrofit.utils.text import ROOT, shortlist
 
 
 @torch.no_grad()
@@ -80,20 +80,12 @@ def plain(
 
 def _refuse_unless_plain(model: nn.Module) -> None:
     """Refuse a network with a layer that no plain layer computes."""
-    problems = []
     for name, layer in model.named_modules():
         problem = _problem(layer)
         if problem:
-            label = name or "the model"
-            problems.append((label, problem))
-    if not problems:
-        return
-    label, problem = problems[0]
-    others = len(problems) - 1
-    more = ""
-    if others:
-        more = f" (and {plural(others, 'more layer')})"
-    raise RetrofitError(f"no layer of torch or timm computes what {label} does{more}: {problem}")
+            raise RetrofitError(
+                f"no layer of torch or timm computes what {name or ROOT} does: {problem}"
+            )
 
 
 def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> nn.Module:
@@ -170,18 +162,10 @@ def _fold_into_feeder(layer: ConvertedLayer, feeder: Any) -> nn.Module:
     else:
         new = named_sequence(OrderedDict(), layer)
     transposed = isinstance(feeder, _ConvTransposeNd)
-    convolution = LinearMap.of(feeder.weight, feeder.bias, feeder.groups, transposed)
-    moved = convolution.then(*affine)
-    _set_linear(feeder, moved)
+    moved = LinearMap.of(feeder.weight, feeder.bias, feeder.groups, transposed).then(*affine)
+    weight = feeder.weight
+    weight.copy_(moved.torch_weight())
+    if moved.bias is not None:
+        bias = moved.bias.to(weight.dtype)
+        feeder.bias = nn.Parameter(bias, requires_grad=weight.requires_grad)
     return new
-
-
-def _set_linear(conv: Any, linear: LinearMap) -> None:
-    """Give a convolution the weight and bias of a map."""
-    weight = conv.weight
-    weight.copy_(linear.torch_weight())
-    if conv.bias is not None:
-        conv.bias.copy_(linear.bias)
-    elif linear.bias is not None:
-        bias = linear.bias.to(weight.dtype)
-        conv.bias = nn.Parameter(bias, requires_grad=weight.requires_grad)
