@@ -140,14 +140,16 @@ def synchronize(x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def measure(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def measure(
+    runs: dict[str, Callable[[], float]], rounds: int, warm_up: int = WARM_UP
+) -> dict[str, list[float]]:
     """Times of each contender, round by round; the first few only warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for n in range(rounds + WARM_UP):
+    for n in range(rounds + warm_up):
         for name, run in runs.items():
             seconds = run()
             print(f"round {n}: {name} {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
-            if n >= WARM_UP:
+            if n >= warm_up:
                 times[name].append(seconds)
     return times
 

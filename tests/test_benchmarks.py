@@ -27,6 +27,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import detection  # noqa: E402
 import evidence_arms  # noqa: E402
 import features  # noqa: E402
+import gpu_report  # noqa: E402
 import harness  # noqa: E402
 import reproduce  # noqa: E402
 import reproduce_train  # noqa: E402
@@ -221,14 +222,41 @@ def test_a_dry_run_reaches_its_end() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     titles = [line for line in done.stdout.splitlines() if line.startswith("## ")]
-    assert [title.split()[1] for title in titles] == [
-        "Self-test,",
-        "Largest",
-        "Forward",
+    # A table of steps grows as its rows come
+    assert list(dict.fromkeys(title.split()[1] for title in titles)) == [
+        "Slowest",
         "A",
+        "Self-test,",
+        "Forward",
+        "Tiles",
         "Images",
+        "Largest",
+        "Tests",
     ]
     assert "not reached: " not in done.stdout
+
+
+def test_a_second_run_on_a_gpu_replaces_its_own_tables_alone(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.md"
+    first = gpu_report.Report("A GPU", 1.0, file)
+    first.table("Steps", "name | time", [["old", 2]])
+    first.table("Layers", "name | time", [["bnn", 3]])
+    second = gpu_report.Report("A GPU", 1.0, file)
+    second.table("Steps", "name | time", [["new", 1]])
+    with second.part("tiles"):
+        raise ValueError("no tile fits\nat all")
+    with second.part("tests", seconds=90.0) as is_time:
+        assert not is_time
+    second.write()
+    text = file.read_text()
+    assert "old" not in text
+    assert "| new | 1 |" in text
+    assert "| bnn | 3 |" in text
+    assert text.count("## What is missing") == 1
+    ending = "Failed: tiles: ValueError: no tile fits\n\nNot reached: tests\n"
+    assert text.endswith(ending)
+    gpu_report.Report("Another GPU", 1.0, file).table("Steps", "name | time", [["other", 4]])
+    assert "bnn" not in file.read_text()
 
 
 def sample() -> list[Any]:
