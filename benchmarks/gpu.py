@@ -16,10 +16,10 @@ In this order, until the minutes are over:
     agreement    every layer against float64, in three types
     tests        those marked gpu
 
-Each result is written as soon as it is there. Started again on the same machine, with --only for
-what is missing, the script replaces the tables that it makes anew and keeps the others. What failed
-and what was not reached stands at the end of the file, and the exit status is 1 if anything failed.
---dry goes through the same code on the CPU, in Triton's interpreter, at tiny sizes and with nothing
+Each result is written as soon as it is there. Started again on the same machine and the same layers,
+with --only for what is missing, the script replaces the tables that it makes anew and keeps the
+others. What failed and what was not reached stands at the end of the file, and the exit status is 1
+if anything failed. --dry goes through the same code on the CPU, in Triton's interpreter, at tiny sizes and with nothing
 compiled, and records nothing: what it prints says whether the script runs, and nothing else.
 """
 
@@ -50,6 +50,9 @@ from gpu_networks import (
 from gpu_report import DRY, FULL, Report, Sizes
 from layers import machine
 from reproduce import full
+
+import retrofit
+from retrofit.layers.kernels.cpp import digest
 
 Part = Callable[[Report, Sizes], None]
 
@@ -105,7 +108,7 @@ def main() -> None:
         full(args.train, args.test, args.minutes)
         return
     sizes = DRY if args.dry else FULL
-    where = f"{machine(sizes.device)}, Triton {triton.__version__}"
+    where = f"{machine(sizes.device)}, Triton {triton.__version__}, layers {_layers_version()}"
     report = Report(where, args.minutes, None if args.dry else args.out)
     measured = parts(args.timm_train)
     for name in args.only:
@@ -117,6 +120,12 @@ def main() -> None:
     for what in report.missing:
         print(f"not reached: {what}")
     sys.exit(1 if report.failed else 0)
+
+
+def _layers_version() -> str:
+    """Return a digest of the layers and their kernels: figures of others are not kept."""
+    files = sorted((Path(retrofit.__file__).parent / "layers").rglob("*.py"))
+    return digest(b"".join(file.read_bytes() for file in files))
 
 
 if __name__ == "__main__":
