@@ -141,7 +141,7 @@ def _put_forms(
             continue
         form = layer.inference_form()
         form_name = _form_name(layer, form)
-        if name in lambdas and _freeze_estimates(form, lambdas[name]):
+        if name in lambdas and _freeze_estimates(form, lambdas[name], layer):
             form_name = "frozen"
         if not is_norm:
             form_name = ""
@@ -162,13 +162,13 @@ def _form_name(layer: ConvertedLayer, form: nn.Module) -> str:
     return "affine"
 
 
-def _freeze_estimates(form: nn.Module, lmbda: float) -> bool:
-    """Put a constant in the place of estimates of lambda; return whether there are any."""
+def _freeze_estimates(form: nn.Module, lmbda: float, layer: Any) -> bool:
+    """Put a constant in the place of a layer's estimates of lambda; return whether there are any."""
     estimates = [
         part for part in form.modules() if isinstance(part, inference_forms.EstimatedTransform)
     ]
     for part in estimates:
-        part.freeze(lmbda)
+        part.freeze(lmbda, layer.strength.device)
     return bool(estimates)
 
 

@@ -93,7 +93,7 @@ class ChannelAffine(nn.Module):
     scale: Tensor | None
     shift: Tensor | None
 
-    def __init__(self, scale: Tensor, shift: Tensor, last: bool = False) -> None:
+    def __init__(self, scale: Tensor | None, shift: Tensor | None, last: bool = False) -> None:
         super().__init__()
         self.last = last
         self.register_buffer("scale", _unless_all(1, scale))
@@ -110,9 +110,11 @@ class ChannelAffine(nn.Module):
         return values if self.last else channel_view(values, x)
 
 
-def _unless_all(neutral: float, values: Tensor) -> Tensor | None:
+def _unless_all(neutral: float, values: Tensor | None) -> Tensor | None:
     """Return values in float32; None if all are `neutral`, so that their operation does nothing."""
-    return None if bool((values == neutral).all()) else values.float()
+    if values is None or bool((values == neutral).all()):
+        return None
+    return values.detach().float()
 
 
 class ConstantNorm(nn.Module):
@@ -231,47 +233,31 @@ def channel_form(constant: ChannelMap) -> list[nn.Module]:
     return [standardize, TwoBranch(constant.lmbda, constant.gamma, constant.beta)]
 
 
-def _scaled(
-    centred: Tensor, low: Tensor, high: Tensor, root: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 1 / c, centred / c and (root / c)^2 for c the largest |centred| of a set, or `root`
-    where that is more.
-    """
-    inverse = 1.0 / torch.maximum(high, -low).clamp_min(max(root, _SMALLEST_HALF))
-    rest = inverse * root
-    return inverse, centred * inverse, rest * rest
-
-
 class EstimatedTransform(nn.Module):
     """A layer that estimates lambda from its input, in evaluation and at a fixed strength, in plain
     operations.
     """
-
-    # gamma: (C,) for (N, C, *) if `per_channel`, else of a shape that broadcasts to the input
-    weight: Tensor | None
-    # beta, likewise
-    bias: Tensor | None
 
     def __init__(
         self,
         sets: Sets,
         eps: float,
         effective_alpha: float,
-        affine: Sequence[Any],
+        affine: Sequence[Tensor | None],
         per_channel: bool,
     ) -> None:
+        """Take gamma and beta as `affine`: (C,) for (N, C, *) if `per_channel`, else of a shape that
+        broadcasts to the input.
+        """
         super().__init__()
         self.sets = sets
         self.eps = eps
         self.effective_alpha = effective_alpha
-        self.per_channel = per_channel
+        self.affine = ChannelAffine(*affine, last=not per_channel)
         self.frozen: TwoBranch | None = None
-        for name, value in zip(("weight", "bias"), affine, strict=True):
-            self.register_buffer(name, None if value is None else value.detach().float())
 
-    def freeze(self, lmbda: float) -> None:
+    def freeze(self, lmbda: float, device: torch.device) -> None:
         """Put a constant, strength included, in the place of the estimate."""
-        device = next((value.device for value in self.buffers()), None)
         constants = torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device)
         self.frozen = TwoBranch(*constants)
 
@@ -281,35 +267,25 @@ class EstimatedTransform(nn.Module):
         if values.ndim > x.ndim:
             values = values.flatten(2)
             dims = (2,)
-        frozen = self.frozen
-        if frozen is None:
+        if self.frozen is None:
             y = self._estimated(values, dims)
         else:
-            y = frozen(self._standardized(values, dims))
-        y = y.reshape(x.shape)
-        if self.weight is not None:
-            gamma = self._view(self.weight, y)
-            y = y * gamma
-        if self.bias is not None:
-            beta = self._view(self.bias, y)
-            y = y + beta
-        return y
-
-    def _view(self, values: Tensor, y: Tensor) -> Tensor:
-        return channel_view(values, y) if self.per_channel else values
+            y = self.frozen(self._standardized(values, dims))
+        out: Tensor = self.affine(y.reshape(x.shape))
+        return out
 
     def _estimated(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Return the transform by the estimate: `power_transform.first_step` in operations that
         every runtime has.
         """
-        h, v, extremes = _standardize(values, dims, self.eps)
+        h, v, _, low, high = _standardize(values, dims, self.eps)
         mean = partial(torch.mean, dim=dims, keepdim=True)
         a = h.abs()
         sign, log = _sign_and_log(h, a)
         signed = sign * log
         tiny = torch.finfo(h.dtype).tiny
         v = v.clamp_min(tiny)
-        least, most = step_bounds(extremes[0].clamp_max(-tiny), extremes[1].clamp_min(tiny))
+        least, most = step_bounds(low.clamp_max(-tiny), high.clamp_min(tiny))
         # An eighth of a, (1 + a) * l and d
         eighth = a * _EIGHTH
         grown = (eighth + _EIGHTH) * log
@@ -337,19 +313,22 @@ class EstimatedTransform(nn.Module):
         return _standardize(values, dims, self.eps)[0]
 
 
-def _standardize(
-    x: Tensor, dims: tuple[int, ...], eps: float
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return (x - mean) / sqrt(var + eps) of each set, its variance, and its smallest and largest
-    value.
+def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, ...]:
+    """Return (x - mean) / sqrt(var + eps) of each set, its variance, the mean over sqrt(var + eps),
+    and its smallest and largest value.
     """
-    centred = x - x.mean(dims, keepdim=True)
-    low, high = centred.amin(dims, True), centred.amax(dims, True)
-    inverse, small, rest = _scaled(centred, low, high, math.sqrt(eps))
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    low = centred.amin(dims, True)
+    high = centred.amax(dims, True)
+    root = math.sqrt(eps)
+    inverse = 1.0 / torch.maximum(high, -low).clamp_min(max(root, _SMALLEST_HALF))
+    small = centred * inverse
+    rest = inverse * root
     power = (small * small).mean(dims, keepdim=True)
-    rstd = torch.rsqrt(power + rest)
+    rstd = torch.rsqrt(power + rest * rest)
     scale = inverse * rstd
-    return small * rstd, power * rstd * rstd, (low * scale, high * scale)
+    return small * rstd, power * rstd * rstd, mean * scale, low * scale, high * scale
 
 
 class MigratedForm(nn.Module):
@@ -376,15 +355,9 @@ class MigratedForm(nn.Module):
         if t == 1:
             return functional.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         grouped = x.unflatten(1, (self.groups, -1)).flatten(2)
-        mean = grouped.mean(2, keepdim=True)
-        centred = grouped - mean
-        low = centred.amin(2, True)
-        high = centred.amax(2, True)
-        root = math.sqrt(1 - t + t * self.eps)
-        inverse, small, rest = _scaled(centred, low, high, root)
-        power = (small * small).mean(2, keepdim=True)
-        scale = inverse * torch.rsqrt(power * t + rest)
-        y = (grouped - mean * t) * scale
+        # (1 - t) + t * (v + eps) is t times v + eps + (1 - t) / t
+        h, _, mean, _, _ = _standardize(grouped, (2,), self.eps + (1 - t) / t)
+        y = (h + mean * (1 - t)) / math.sqrt(t)
         gamma = channel_view(self.weight, x)
         beta = channel_view(self.bias, x)
         return y.reshape(x.shape) * gamma + beta
