@@ -16,6 +16,9 @@ from retrofit.layers.kernels import channelwise, fits
 from retrofit.layers.kernels.eager import compute_dtype
 from retrofit.layers.kernels.kernel_options import Strength
 
+GroupNumbers = tuple[int, Strength, Tensor | float, Tensor | float]
+"""Number of groups, strength, and what is added to the groups' and to the running variance."""
+
 
 def migrated_group_norm(
     x: Tensor,
@@ -70,15 +73,15 @@ def migrated_group_norm(
     maps = x if x.ndim > 2 else x.unsqueeze(-1)
     constants = running_mean.detach(), running_var.detach()
     tensors = weight, bias, *constants, None if gain is None else gain.detach()
-    out = _on_cpu(maps, num_groups, strength, tensors, eps, source_eps)
-    if out is None:
-        out = _on_gpu(maps, num_groups, strength, tensors, eps, source_eps)
-    if out is None:
-        if isinstance(strength, Strength):
-            strength = strength.value(compute_dtype(x))
-        t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device).detach()
-        values = maps, *tensors, (num_groups, t, eps, source_eps)
-        out = _group_affine(*values)[0] if transformed() else _GroupAffine.apply(*values)
+    if not isinstance(strength, Strength):
+        t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
+        strength = Strength(t.detach())
+    numbers = num_groups, strength, eps, source_eps
+    out = _by_kernels(maps, numbers, tensors)
+    if out is None and transformed():
+        out, *_ = _group_affine(maps, numbers, *tensors)
+    elif out is None:
+        out = _GroupAffine.apply(maps, numbers, *tensors)
     return out.view_as(x) if x.ndim == 2 else out
 
 
@@ -94,47 +97,42 @@ def check_shape(x: Tensor, num_groups: int, channels: int) -> None:
         raise ValueError(f"num_groups must divide the {channels} channels, got {num_groups}")
 
 
-def _on_cpu(
-    x: Tensor,
-    num_groups: int,
-    strength: Any,
-    tensors: tuple[Tensor | None, ...],
-    eps: Any,
-    source_eps: Any,
+def _by_kernels(
+    x: Tensor, numbers: GroupNumbers, tensors: tuple[Tensor | None, ...]
 ) -> Tensor | None:
-    """Return the result by kernels for a CPU, None where they do not take `x`."""
+    """Return the result by kernels, None where none take `x`."""
+    out: Tensor
+    weight, bias, mean, var, _ = tensors
+    triton = kernels.triton_for(x)
+    if triton is not None:
+        migration = migration_on_gpu(x, numbers, tensors, triton)
+        if migration is None:
+            return None
+        out = triton.MigratedNormOnGPU.apply(x, weight, bias, migration)
+        return out
     layout = channelwise.layout_of(x, *tensors, per_sample=True)
     if layout is None:
         return None
-    if isinstance(strength, Strength):
-        strength = strength.value(torch.float32)
-    out: Tensor
-    if float(strength) == 0 and all(g is None or g.dtype == x.dtype for g in tensors):
+    num_groups, strength, eps, source_eps = numbers
+    t = float(strength.value(torch.float32))
+    if t == 0 and all(g is None or g.dtype == x.dtype for g in tensors):
         # To the last bit: there are networks that amplify a rounding error ten thousand times.
-        weight, bias, mean, var, _ = tensors
-        out = functional.batch_norm(x, mean, var, weight, bias, eps=float(source_eps))
-    else:
-        numbers = num_groups, float(strength), float(eps), float(source_eps)
-        out = channelwise.MigratedNorm.apply(x, layout, numbers, *tensors)
+        return functional.batch_norm(x, mean, var, weight, bias, eps=float(source_eps))
+    plain = num_groups, t, float(eps), float(source_eps)
+    out = channelwise.MigratedNorm.apply(x, layout, plain, *tensors)
     return out
 
 
-def _on_gpu(
-    x: Tensor,
-    num_groups: int,
-    strength: Any,
-    tensors: tuple[Tensor | None, ...],
-    eps: Any,
-    source_eps: Any,
-) -> Tensor | None:
-    """Return the result by kernels for a GPU, None where they do not take `x`."""
-    triton = kernels.triton_for(x)
-    if triton is None:
-        return None
-    if not isinstance(strength, Strength):
-        strength = Strength(torch.as_tensor(strength, device=x.device).detach())
+def migration_on_gpu(
+    x: Tensor, numbers: GroupNumbers, tensors: tuple[Tensor | None, ...], triton: Any
+) -> Any:
+    """Return what Triton's kernels take of `x` beside its own values, None where they do not take
+    it; the tensors are weight, bias, running mean and variance, and gain.
+    """
+    num_groups, strength, *both_eps = numbers
     weight, bias, mean, var, gain = tensors
-    migration = triton.migrate(
+    eps, source_eps = (torch.as_tensor(number, device=x.device) for number in both_eps)
+    return triton.migrate(
         x,
         num_groups,
         strength,
@@ -143,13 +141,9 @@ def _on_gpu(
         mean=mean,
         var=var,
         gain=gain,
-        eps=torch.as_tensor(eps, device=x.device),
-        source_eps=torch.as_tensor(source_eps, device=x.device),
+        eps=eps,
+        source_eps=source_eps,
     )
-    if migration is None:
-        return None
-    out: Tensor = triton.MigratedNormOnGPU.apply(x, weight, bias, migration)
-    return out
 
 
 def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -158,39 +152,31 @@ def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     dims = tuple(range(2, x.ndim))
     size = max(1, math.prod(x.shape[2:]))
+    values = x.to(dtype)
+    mean = values.mean(dims, keepdim=True)
+    centred = values - mean
     if transformed():
         # The norm below does not have further derivatives everywhere
-        values = x.to(dtype)
-        mean = values.mean(dims, keepdim=True)
-        return mean.flatten(1), (values - mean).square().mean(dims)
-    if x.dtype != dtype:
-        # A half type, whose own rounding is more than what cancels in `dtype`
-        mean = x.mean(dims, dtype=dtype)
-        power = torch.linalg.vector_norm(x, dim=dims, dtype=dtype).square() / size
-        return mean, (power - mean.square()).clamp_min(0)
-    if not x.is_cpu and x.numel() > 0:
-        var, mean = torch.var_mean(x, dims, correction=0)
-        return mean, var
+        return mean.flatten(1), centred.square().mean(dims)
     # On a CPU var_mean takes several times as long
-    mean = x.mean(dims, keepdim=True)
-    var = torch.linalg.vector_norm(x - mean, dim=dims).square() / size
-    return mean.flatten(1), var
+    return mean.flatten(1), torch.linalg.vector_norm(centred, dim=dims).square() / size
 
 
 def _group_affine(
     x: Tensor,
+    numbers: GroupNumbers,
     weight: Any,
     bias: Any,
     mean: Tensor,
     var: Tensor,
     gain: Any,
-    numbers: tuple[int, Tensor, Any, Any],
 ) -> tuple[Tensor, ...]:
-    """Return the result by running `mean` and `var`, and what its derivative takes: that mean,
+    """Return the result by running `mean` and `var`, and what its derivative takes: t, that mean,
     rstd, gain and gamma, (C,) each, and, (N, C) each, the group's mean over the gain and k.
     """
-    num_groups, t, eps, source_eps = numbers
-    dtype = t.dtype
+    num_groups, strength, eps, source_eps = numbers
+    dtype = compute_dtype(x)
+    t = strength.value(dtype)
     ones = torch.ones_like(mean, dtype=dtype)
     gamma = ones if weight is None else weight.to(dtype)
     gain = ones if gain is None else gain.to(dtype)
@@ -209,7 +195,7 @@ def _group_affine(
     shift = -scale * (mean * rstd + t * m)
     if bias is not None:
         shift = shift + bias.to(dtype)
-    return _affine(x, shift, x, scale * rstd), mean, rstd, gain, gamma, m, k
+    return _affine(x, shift, x, scale * rstd), t, mean, rstd, gain, gamma, m, k
 
 
 def _group_moments(
@@ -236,10 +222,10 @@ class _GroupAffine(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, *constants: Any) -> Tensor:
-        out, *kept = _group_affine(x, weight, bias, *constants)
-        ctx.num_groups, t, *_ = constants[-1]
-        ctx.save_for_backward(x, t, *kept)
+    def forward(ctx: Any, x: Tensor, numbers: GroupNumbers, *tensors: Any) -> Tensor:
+        out, *kept = _group_affine(x, numbers, *tensors)
+        ctx.num_groups = numbers[0]
+        ctx.save_for_backward(x, *kept)
         return out
 
     @staticmethod
@@ -269,7 +255,7 @@ class _GroupAffine(torch.autograd.Function):
             shift_in_x = channel_view(shift * rstd, x)
             of_moments = torch.addcmul(shift_in_x, x, slope_in_x)
             dx = _affine(x, of_moments, grad, k * gamma * rstd)
-        return dx, *needed(ctx, 1, (sum_gx.sum(0), sum_g.sum(0))), None, None, None, None
+        return dx, None, *needed(ctx, 2, (sum_gx.sum(0), sum_g.sum(0))), None, None, None
 
 
 def _affine(like: Tensor, shift: Tensor, x: Tensor, scale: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from retrofit.layers.group_migration import (
     check_shape,
     group_gain,
     migrated_group_norm,
+    migration_on_gpu,
     settled_eps,
 )
 from retrofit.layers.inference_forms import ConstantNorm, MigratedForm
@@ -177,23 +178,13 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
                 f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)"
             )
         new = self._group_norm()
-        weight = self.weight
-        gamma = self._group_weight()
-        if weight is None:
-            gamma = gamma.to(self.gain.dtype)
-            new.weight = nn.Parameter(gamma, requires_grad=False)
-        else:
-            gamma = gamma.to(weight.dtype)
-            new.weight = nn.Parameter(gamma, requires_grad=weight.requires_grad)
+        like = self.gain if self.weight is None else self.weight
+        gamma = self._group_weight().to(like.dtype)
+        new.weight = nn.Parameter(gamma, requires_grad=like.requires_grad)
         new.register_parameter("bias", self.bias)
         if type(new) is nn.GroupNorm:
             new = named_sequence(OrderedDict(norm=new), self)
         return self.input_affine(), new
-
-    def _has_values(self, *tensors: Tensor | None) -> bool:
-        """Whether tensors hold a number for each channel, as far as there are any."""
-        present = [tensor for tensor in tensors if tensor is not None]
-        return all(each.shape == self.gain.shape and not each.is_meta for each in present)
 
     def _group_norm(self) -> Any:
         eps = float(self.group_eps)
@@ -205,21 +196,18 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept the source's checkpoint: with no `gain` in it, gain and group_eps are settled by
-        what it holds.
+        """Accept the source's checkpoint: with running statistics and no `gain` in it, gain and
+        group_eps are settled by what it holds.
         """
-        weight = state_dict.get(prefix + "weight", self.weight)
-        var = state_dict.get(prefix + "running_var", self.running_var)
-        gain = self.gain.detach().clone()
-        eps = self.eps.detach().clone()
-        group_eps = self.group_eps.detach().clone()
-        if prefix + "gain" not in state_dict and self._has_values(weight, var, gain):
+        own = {name: getattr(self, name).detach().clone() for name in ("gain", "eps", "group_eps")}
+        var = state_dict.get(prefix + "running_var")
+        if var is not None and prefix + "gain" not in state_dict:
+            weight = state_dict.get(prefix + "weight", self.weight)
             settled = group_gain(weight, self.num_groups)
-            gain = torch.ones_like(gain) if settled is None else settled
-            group_eps.fill_(settled_eps(weight, var, float(self.eps), self.num_groups))
-        state_dict.setdefault(prefix + "gain", gain)
-        state_dict.setdefault(prefix + "eps", eps)
-        state_dict.setdefault(prefix + "group_eps", group_eps)
+            own["gain"] = torch.ones_like(own["gain"]) if settled is None else settled
+            own["group_eps"].fill_(settled_eps(weight, var, float(self.eps), self.num_groups))
+        for name, value in own.items():
+            state_dict.setdefault(prefix + name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -243,18 +231,9 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
         if triton is None or kind is None:
             return None
         check_shape(x, self.num_groups, self.num_channels)
-        migration = triton.migrate(
-            x,
-            self.num_groups,
-            self._strength,
-            weight=self.weight,
-            bias=self.bias,
-            mean=self.running_mean,
-            var=self.running_var,
-            gain=self.gain,
-            eps=self.group_eps,
-            source_eps=self.eps,
-        )
+        numbers = self.num_groups, self._strength, self.group_eps, self.eps
+        tensors = self.weight, self.bias, self.running_mean, self.running_var, self.gain
+        migration = migration_on_gpu(x, numbers, tensors, triton)
         if migration is None:
             return None
         return act.proxied(x, None, migration.plan, migration, kind, triton)
