@@ -32,8 +32,6 @@ class EpsOfNoBatchNorm:
     for a BatchNorm.
     """
 
-    __array_ufunc__ = None
-
     def __init__(self, value: float, layer: StrengthMixin) -> None:
         self.value, self.layer = value, type(layer).__name__
 
@@ -52,15 +50,7 @@ class EpsOfNoBatchNorm:
             "layer, or fuse with retrofit.fold(model)"
         )
 
-    __float__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        values = *args, *(kwargs or {}).values()
-        next(value for value in values if isinstance(value, cls))._refuse()
+    __float__ = __add__ = __radd__ = __lt__ = __le__ = _refuse
 
 
 class BatchStatisticsMixin(StrengthMixin, _BatchNorm):

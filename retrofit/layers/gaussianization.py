@@ -23,7 +23,7 @@ def gaussianize(
     noise_kind: NoiseKind,
     alpha: float,
 ) -> tuple[Tensor, Tensor]:
-    """Transform and perturb standardized values, float32 or more, as `normality_norm` does; return
+    """Transform and perturb standardized values, float32 or more, as `normalize` does; return
     them and lambda.
     """
     effective_alpha = (strength * alpha).to(h.dtype)

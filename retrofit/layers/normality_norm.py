@@ -1,7 +1,7 @@
 """The computation that every normality-normalized layer shares (Eftekhari & Papyan 2025, algorithm
 1).
 
-A layer is its choice of normalized set. `normality_norm` standardizes each set, estimates its
+A layer is its choice of normalized set. `normalize` standardizes each set, estimates its
 lambda, transforms, adds the scaled noise and applies the affine; `apply_statistics` does the same
 with statistics that are given. Its backward is the closed form of the whole chain, so that only the
 input and a few numbers a set are kept for it.
@@ -195,50 +195,13 @@ def _layout_in_memory(
     return layout, plan is not None
 
 
-def _dimensions(dim: tuple[int, ...], x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    return x, dim
-
-
-def normality_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    dim: tuple[int, ...],
-    eps: float,
-    strength: Tensor | float = 1.0,
-    noise: float = 0.0,
-    noise_kind: NoiseKind = "scaled",
-    alpha: float = 1.0,
-    group: ProcessGroup | None = None,
-) -> tuple[Tensor, Statistics | None]:
-    """Normalize, gaussianize, perturb and scale `x`, of any shape, with the statistics of its sets
-    over `dim`.
-
-    gamma and beta (`weight`, `bias`) broadcast to `x`; `eps` is added to the biased variance; the
-    ranks of `group` share the sets. With t = `strength`, lambda = 1 + t * alpha * (estimate - 1),
-    where alpha in [0, 1] is eq. 6's, and the noise has the factor t * xi (`noise`) and a kind that
-    `perturb` describes. Returns the result in `x`'s shape and dtype, and the statistics (lambda as
-    estimated: strength does not enter it), None of an empty input.
-    """
-    spec = Normalization(
-        sets=partial(_dimensions, dim),
-        per_channel=False,
-        eps=eps,
-        xi=noise,
-        noise_kind=noise_kind,
-        alpha=alpha,
-        group=group,
-    )
-    t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
-    out, stats = normalize(x, weight, bias, Strength(t), spec)
-    return out, None if stats is None else spec.statistics(x, weight, bias, stats)
-
-
 def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply algorithm 1 to `x`; see `normality_norm`.
+    """Normalize, gaussianize, perturb and scale `x` with the statistics of its sets.
+
+    With t = `strength`, lambda = 1 + t * alpha * (estimate - 1), where alpha in [0, 1] is eq. 6's,
+    and the noise has the factor t * xi and a kind that `perturb` describes.
 
     Returns:
         The result, in the shape, dtype and memory format of `x`, and never a view: networks write
@@ -319,7 +282,7 @@ class _ByKernels(torch.autograd.Function):
         module: Any,
     ) -> tuple[Tensor, Tensor | None]:
         out = torch.empty_like(x)
-        seed = spec.seed(x) if spec.xi else None
+        seed = spec.seed(x)
         if not module.READS_STRENGTH:
             strength = Strength(strength.value(compute_dtype(x)))
         ctx.options = KernelOptions(

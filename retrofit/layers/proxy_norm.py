@@ -12,7 +12,12 @@ from retrofit.errors import RetrofitError
 from retrofit.layers import kernels
 from retrofit.layers.converted_layer import hold_settings
 from retrofit.layers.frozen_batch_norm import ConstantAffine
-from retrofit.layers.inference_forms import ChannelAffine, FunctionModule, constant_copy
+from retrofit.layers.inference_forms import (
+    ChannelAffine,
+    FunctionModule,
+    channel_view,
+    constant_copy,
+)
 from retrofit.layers.kernels import channelwise
 from retrofit.layers.kernels.eager import compute_dtype
 from retrofit.layers.strength import StrengthMixin, shown
@@ -101,7 +106,11 @@ class ProxyNorm(StrengthMixin):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        _check_settings(num_features, samples, eps, channel_dim)
+        if num_features < 1 or samples < 1 or eps < 0 or channel_dim not in (1, -1):
+            raise ValueError(
+                "need num_features and samples of at least 1, eps of at least 0, channel_dim 1 or -1; "
+                f"got {num_features}, {samples}, {eps}, {channel_dim}"
+            )
         self.activation = activation
         self.num_features = num_features
         self.channel_dim = channel_dim
@@ -167,9 +176,8 @@ class ProxyNorm(StrengthMixin):
         module.
         """
         gamma, beta = (getattr(self.norm, name, None) for name in ("weight", "bias"))
-        if (
-            type(gamma).__name__ == "DTensor"
-        ):  # to import its class takes longer than to import this package
+        # to import its class takes longer than to import this package
+        if type(gamma).__name__ == "DTensor":
             raise RetrofitError(
                 "ProxyNorm reads gamma and beta of the norm before it, which are sharded apart from it; "
                 "call fully_shard on the block that holds both, not on the norm"
@@ -227,15 +235,8 @@ class ProxyNorm(StrengthMixin):
         """
         if not isinstance(self.activation, nn.Module):
             return self.activation(proxy)
-        dtype = proxy.dtype
-        cast = {}
-        for name, tensor in itertools.chain(
-            self.activation.named_parameters(), self.activation.named_buffers()
-        ):
-            if tensor.is_floating_point() and tensor.dtype != dtype:
-                cast[name] = tensor.to(dtype)
-        if not cast:
-            return self.activation(proxy)
+        own = itertools.chain(self.activation.named_parameters(), self.activation.named_buffers())
+        cast = {name: value.to(proxy.dtype) for name, value in own if value.is_floating_point()}
         return torch.func.functional_call(self.activation, cast, (proxy,))
 
     def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -254,17 +255,14 @@ class ProxyNorm(StrengthMixin):
         return torch.lerp(torch.ones_like(scale), scale, t), t * shift
 
     def source_layer(self) -> nn.Module:
-        return (
-            self.activation
-            if isinstance(self.activation, nn.Module)
-            else FunctionModule(self.activation)
-        )
+        if isinstance(self.activation, nn.Module):
+            return self.activation
+        return FunctionModule(self.activation)
 
     def _form(self) -> list[nn.Module]:
         scale, shift = self.constants(torch.float64)
         affine = ChannelAffine(scale, shift, last=self.channel_dim == -1)
-        nothing = affine.scale is None and affine.shift is None
-        return [constant_copy(self.source_layer()), *([] if nothing else [affine])]
+        return [constant_copy(self.source_layer()), affine]
 
     @torch.no_grad()
     def plain_layer(self) -> tuple[None, nn.Module]:
@@ -291,9 +289,9 @@ class ProxyNorm(StrengthMixin):
 
     def _by_formulas(self, x: Tensor) -> Tensor:
         scale, shift = self.constants(compute_dtype(x))
-        behind = (1,) * (x.ndim - 2) if self.channel_dim == 1 else ()
-        scale = scale.view(-1, *behind)
-        shift = shift.view(-1, *behind)
+        if self.channel_dim == 1:
+            scale = channel_view(scale, x)
+            shift = channel_view(shift, x)
         phi = self.activation(x)
         return torch.addcmul(shift, phi, scale).to(phi.dtype)
 
@@ -324,31 +322,20 @@ class ProxyNorm(StrengthMixin):
         plan = triton.channel_plan(x, self.channel_dim)
         if plan is None:
             return None
-        source = self._input_of_norm(x, triton)
-        if source is not None:
-            unnormalized, migration = source
-            return self.proxied(unnormalized, x.detach(), plan, migration, kind, triton)
-        return self.proxied(x, None, plan, None, kind, triton)
-
-    def _input_of_norm(self, y: Tensor, triton: Any) -> Any:
-        """Return the norm's input and its migration, if `y` is its output and nothing looks at
-        either.
-        """
         norm = self.norm
-        if (
-            not self.training
-            or self.channel_dim != 1
-            or norm is None
-            or channelwise.is_watched(norm)
-        ):
-            return None
-        return triton.input_of(y, *self._affine())
+        source = None
+        if self.training and norm is not None and not channelwise.is_watched(norm):
+            source = triton.input_of(x, *self._affine())
+        if source is None or self.channel_dim != 1:
+            return self.proxied(x, None, plan, None, kind, triton)
+        before_norm, migration = source
+        return self.proxied(before_norm, x.detach(), plan, migration, kind, triton)
 
     def proxied(
         self, x: Tensor, y: Tensor | None, plan: Any, migration: Any, kind: Any, triton: Any
     ) -> Tensor:
-        """Return the result by kernels for a GPU; see `ProxyActivationOnGPU`. With a migration,
-        the gradient goes to `x` and leaves `y` out.
+        """Return the result by kernels for a GPU; see `ProxyActivationOnGPU`. With a migration, `x`
+        is the norm's input, to which the gradient goes, and `y` its output, if it is there.
         """
         settings = self.eps, self.scale, self.samples, self.restore_scale, self.restore_shift
         proxy = triton.Proxy(kind, self._strength, *settings, self.channel_dim)
@@ -369,38 +356,21 @@ class ProxyNorm(StrengthMixin):
         dict sets them.
         """
         activation = vars(self).get("_modules", {}).get("activation")
-        if (
-            isinstance(value, Tensor)
-            and activation is not None
-            and isinstance(getattr(activation, name, None), Tensor)
-        ):
+        if isinstance(value, Tensor) and isinstance(getattr(activation, name, None), Tensor):
             raise AttributeError(
                 f"ProxyNorm holds no {name}; name it activation.{name}, as named_parameters() does"
             )
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
-        parts = [
-            f"{self.num_features}, eps={self.eps}",
-            f"params={self.proxy_bias is not None}",
-            f"scale={self.scale}",
-            f"restore={self.restore_shift is not None}",
-            f"channel_dim={self.channel_dim}",
-            shown("strength", self.strength),
-        ]
-        if not isinstance(self.activation, nn.Module):
-            parts.insert(0, getattr(self.activation, "__name__", repr(self.activation)))
-        return ", ".join(filter(None, parts))
-
-
-def _check_settings(num_features: int, samples: int, eps: float, channel_dim: int) -> None:
-    if num_features < 1 or samples < 1 or eps < 0:
-        raise ValueError(
-            "need num_features and samples of at least 1, eps of at least 0; "
-            f"got {num_features}, {samples}, {eps}"
+        text = (
+            f"{self.num_features}, eps={self.eps}, params={self.proxy_bias is not None}, "
+            f"scale={self.scale}, restore={self.restore_shift is not None}, "
+            f"channel_dim={self.channel_dim}, {shown('strength', self.strength)}"
         )
-    if channel_dim not in (1, -1):
-        raise ValueError(f"channel_dim must be 1 or -1, got {channel_dim}")
+        if isinstance(self.activation, nn.Module):
+            return text
+        return f"{getattr(self.activation, '__name__', repr(self.activation))}, {text}"
 
 
 def _unwrap_names(module: ProxyNorm, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

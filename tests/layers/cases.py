@@ -11,9 +11,13 @@ import pytest
 import torch
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from retrofit import layers, set_strength
+from retrofit.layers.kernels.eager import compute_dtype
+from retrofit.layers.kernels.kernel_options import Strength
+from retrofit.layers.normality_norm import Normalization, Statistics, normalize
 
 EPS = 1e-5
 """Of every layer here."""
@@ -201,6 +205,30 @@ def assert_same_gradient(
     out.backward(g)
     expected.backward(g)
     torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=atol)
+
+
+def _dimensions(dim: tuple[int, ...], x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    return x, dim
+
+
+def normality_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    dim: tuple[int, ...],
+    eps: float,
+    strength: float = 1.0,
+    noise: float = 0.0,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Statistics]:
+    """Normalize `x`, of any shape, over its dimensions `dim`; gamma and beta broadcast to it."""
+    sets = partial(_dimensions, dim)
+    spec = Normalization(sets=sets, per_channel=False, eps=eps, xi=noise, group=group)
+    t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
+    out, stats = normalize(x, weight, bias, Strength(t), spec)
+    assert stats is not None
+    return out, spec.statistics(x, weight, bias, stats)
 
 
 def gradients_when_recomputed(layer: Any, x: Tensor) -> list[Tensor]:

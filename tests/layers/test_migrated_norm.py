@@ -128,6 +128,14 @@ def test_a_sources_checkpoint_is_the_same_function_loaded_after_converting_as_be
     torch.testing.assert_close(again(x), early(x))
 
 
+def test_a_state_without_the_layer_leaves_its_gain() -> None:
+    norm = layer().float()
+    x = torch.randn(2, 6, 3)
+    before = norm(x)
+    norm.load_state_dict({}, strict=False)
+    assert torch.equal(norm(x), before)
+
+
 def test_what_reads_the_layers_tensors_reads_the_sources_eps() -> None:
     source = nn.BatchNorm1d(6, eps=0.3).eval()
     norm: Any = retrofit.convert(nn.Sequential(source), "ln", check=False)[0][0]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from retrofit import layers
 from retrofit.layers import power_transform
 from retrofit.layers.normality_mixin import lambda_values
-from retrofit.layers.normality_norm import normality_norm
 from tests import oracles as oracle
+from tests.layers.cases import normality_norm
 
 SETS = {
     "gaussian": lambda g: g.normal(size=4000), "exponential": lambda g: g.exponential(size=4000),

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retrofit.layers.kernels import VARIABLE, cpp
-from retrofit.layers.normality_norm import Statistics, apply_statistics, normality_norm
+from retrofit.layers.normality_norm import Statistics, apply_statistics
 from tests import oracles as oracle
-from tests.layers.cases import EPS, MARKS, on
+from tests.layers.cases import EPS, MARKS, normality_norm, on
 
 
 class Sets(
