@@ -68,7 +68,11 @@ class ConvertedLayer(nn.Module):
         name = self.source_name
         if isinstance(self, _ThenActivate):
             name = name.replace("Norm", "NormAct")
-        new = self._build_source(library_class(name))
+        return self._as_source(library_class(name))
+
+    def _as_source(self, cls: Any) -> nn.Module:
+        """Return a `cls` with this layer's settings, tensors, dropout and activation."""
+        new = self._build_source(cls)
         for name in ("weight", "bias"):
             new.register_parameter(name, getattr(self, name))
         for name in ("running_mean", "running_var", "num_batches_tracked"):
@@ -237,12 +241,9 @@ def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     for name, check in vars(module).get("_held_settings", {}).items():
         key = prefix + _SETTING + name
         stored = state_dict.setdefault(key, module._buffers[_SETTING + name])
-        if not isinstance(stored, Tensor) or stored.numel() != 1 or stored.is_meta:
+        if stored.is_meta or torch.equal(stored, torch.full_like(stored, getattr(module, name))):
             continue
         number = stored.item()
-        held = torch.tensor(getattr(module, name), dtype=torch.float32, device="cpu")
-        if number == held.to(stored.dtype).item():
-            continue
         try:
             setattr(module, name, check(number))
         except (ValueError, OverflowError) as error:

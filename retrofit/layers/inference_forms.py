@@ -56,21 +56,8 @@ def in_sequence(parts: Sequence[nn.Module]) -> nn.Module:
 
 
 def constant_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of an activation or a dropout, in evaluation and float32, without gradients."""
+    """Return a copy of a library's module, in evaluation and float32, without gradients."""
     return copy.deepcopy(module).float().eval().requires_grad_(False)
-
-
-def constants_of(new: nn.Module, layer: nn.Module) -> nn.Module:
-    """Give torch's layer `new`, as built on the meta device, the parameters of `layer` as float32
-    constants.
-    """
-    for name in ("weight", "bias"):
-        value = getattr(layer, name)
-        if value is not None:
-            value = nn.Parameter(value.detach().float(), requires_grad=False)
-        new.register_parameter(name, value)
-    new._buffers.update({name: layer._buffers[name] for name in new._buffers})
-    return new
 
 
 class FunctionModule(nn.Module):

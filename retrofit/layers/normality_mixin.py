@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers.converted_layer import hold_settings, library_class, no_plain_layer
 from retrofit.layers.gaussianization import estimate
-from retrofit.layers.inference_forms import EstimatedTransform, constants_of
+from retrofit.layers.inference_forms import EstimatedTransform, constant_copy
 from retrofit.layers.kernels.kernel_options import Running
 from retrofit.layers.noise import NoiseKind, check_noise, check_noise_kind
 from retrofit.layers.normality_norm import Normalization, normalize
@@ -98,7 +98,7 @@ class NormalityMixin(StrengthMixin):
         return [EstimatedTransform(self._sets(), self.plain_eps, alpha, affine, self.per_channel)]
 
     def _source_form(self) -> nn.Module:
-        return constants_of(self._build_source(library_class(self.source_name)), self)
+        return constant_copy(self._as_source(library_class(self.source_name)))
 
     def plain_layer(self) -> tuple[tuple[Tensor, Tensor] | None, nn.Module]:
         """Return the source's layer, at strength 0.
@@ -149,22 +149,19 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
         average, or the estimates on the images.
     """
     estimates: dict[str, list[Tensor]] = {}
-    estimating: dict[str, NormalityMixin] = {}
+    hooks = []
     for name, layer in model.named_modules():
         if not isinstance(layer, NormalityMixin):
             continue
         estimates[name] = []
         running_lambda = getattr(layer, "running_lambda", None)
         if running_lambda is None:
-            estimating[name] = layer
+            collect = partial(_collect_estimate, estimates[name])
+            hooks.append(layer.register_forward_pre_hook(collect))
         else:
             estimates[name].append(running_lambda.detach().float().cpu())
-    if images is not None and estimating:
-        hooks = (
-            layer.register_forward_pre_hook(partial(_collect_estimate, estimates[name]))
-            for name, layer in estimating.items()
-        )
-        with hooked(hooks), torch.no_grad():
+    with hooked(hooks), torch.no_grad():
+        if hooks and images is not None:
             model(images)
     return {name: torch.cat(values) for name, values in estimates.items() if values}
 

@@ -62,11 +62,9 @@ class LayerNormalNorm(NormalityMixin, nn.LayerNorm):
         return new
 
     def channel_dims(self, x: Tensor) -> tuple[int, ...]:
-        return (
-            super().channel_dims(x)
-            if self.per_channel
-            else tuple(range(x.ndim - len(self.normalized_shape)))
-        )
+        if self.per_channel:
+            return super().channel_dims(x)
+        return tuple(range(x.ndim - len(self.normalized_shape)))
 
     def _sets(self) -> normalized_sets.Sets:
         return partial(normalized_sets.trailing_sets, len(self.normalized_shape))
@@ -99,9 +97,8 @@ class LayerNormalNorm2d(LayerNormalNorm):
         return normalized_sets.channel_sets
 
     def _source_form(self) -> nn.Module:
-        shape = self.normalized_shape
-        form = inference_forms.ChannelsFirstLayerNorm(shape, self.eps, device="meta")
-        return inference_forms.constants_of(form, self)
+        form = inference_forms.ChannelsFirstLayerNorm
+        return inference_forms.constant_copy(self._as_source(form))
 
 
 class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
@@ -150,28 +147,19 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
 
         Raises:
             RuntimeError: If the groups do not divide the channels.
-            ValueError: If the groups of a single sample hold one value each.
         """
         groups = self.num_groups
         if x.ndim < 2 or x.shape[1] % groups:
             raise RuntimeError(
                 f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}"
             )
-        if x.numel() == groups and x.shape[0] == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {list(x.shape)}"
-            )
         last = memory_format_of(x)
-        if (
-            last != torch.contiguous_format
-            and kernels.fits(x)
-            and kernels.should_gather(x, x.shape[1] // groups)
-        ):
-            # Sets in channels_last are stretches of a group's channels.
-            out, _ = self._by_own_statistics(x.contiguous())
-            return out.contiguous(memory_format=last)
+        is_last = last != torch.contiguous_format
+        # Sets in channels_last are stretches of a group's channels.
+        if is_last and kernels.fits(x) and kernels.should_gather(x, x.shape[1] // groups):
+            x = x.contiguous()
         out, _ = self._by_own_statistics(x)
-        return out
+        return out.contiguous(memory_format=last) if is_last else out
 
     def _build_source(self, cls: Any) -> nn.Module:
         new: nn.Module = cls(
@@ -217,8 +205,7 @@ class _InstanceNormalNorm(RunningNormality):
                 normalized by itself, one value a channel.
         """
         ndim = self._batched_ndim
-        if x.ndim not in (ndim - 1, ndim):
-            raise ValueError(f"expected {ndim - 1}D or {ndim}D input (got {x.ndim}D input)")
+        getattr(nn, self.source_name)._check_input_dim(self, x)
         maps = x if x.ndim == ndim else x.unsqueeze(0)
         channels = maps.shape[1]
         if channels != self.num_features and self.affine:
