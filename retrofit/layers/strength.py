@@ -9,8 +9,7 @@ conversion of some layers, made it so; each layer remembers where its strength c
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -43,15 +42,14 @@ class _Origin(NamedTuple):
     loaded: bool
 
 
-@dataclass(eq=False)
 class _Load:
     """One call of `load_state_dict`, by the list of missing keys that all modules share in it."""
 
-    missing_keys: list[str]
-    moment: int = field(default_factory=time.time_ns)
-    # every layer with a strength that the call reached, by name
-    layers: WeakValueDictionary[str, "StrengthMixin"] = field(default_factory=WeakValueDictionary)
-    warned: bool = False
+    def __init__(self, missing_keys: list[str]) -> None:
+        self.missing_keys = missing_keys
+        self.moment = time.time_ns()
+        # every layer with a strength that the call reached, by name
+        self.layers: WeakValueDictionary[str, StrengthMixin] = WeakValueDictionary()
 
     @classmethod
     def of(cls, missing_keys: list[str]) -> "_Load":
@@ -63,10 +61,9 @@ class _Load:
         """Warn once, at the first evaluation, if the call brought strengths to some layers
         alone.
         """
-        if self.warned:
-            return
-        self.warned = True
-        if problem := _partial_state(dict(self.layers)):
+        layers = dict(self.layers)
+        self.layers.clear()
+        if problem := _partial_state(layers):
             warnings.warn(problem, stacklevel=2)
 
 
@@ -89,7 +86,7 @@ class StrengthMixin(ConvertedLayer):
     unsynchronized: str = ""
     # the last code that was found to be no average, by identity and version of the buffer
     _checked: tuple[int, int] | None = None
-    _origin: _Origin | None = None
+    _origin: _Origin
     # the last load, until the first evaluation behind it
     _load: _Load | None = None
 
@@ -145,10 +142,9 @@ class StrengthMixin(ConvertedLayer):
         """Raise if t is an average; waits for a GPU only where t may have changed since the last
         time.
         """
-        load = self._load
-        if load is not None:
+        if self._load is not None:
+            self._load.warn_of_a_part()
             self._load = None
-            load.warn_of_a_part()
         code = self._code
         seen: tuple[int, int] | None = None
         if not (code.is_cpu or code.is_inference()):
@@ -288,9 +284,7 @@ def strength_of(model: nn.Module) -> float | None:
 def common_strength(model: nn.Module) -> float | None:
     """Return the strength of all converted layers; None if there are none, or they differ."""
     strengths = _strengths(model)
-    if len(strengths) != 1:
-        return None
-    return strengths.pop()
+    return strengths.pop() if len(strengths) == 1 else None
 
 
 def strength_sentence(model: nn.Module) -> str | None:
@@ -298,9 +292,9 @@ def strength_sentence(model: nn.Module) -> str | None:
     strength.
     """
     layers = strength_layers(model)
-    if not layers:
+    strengths = _strengths(model)
+    if not strengths:
         return None
-    strengths = [float(layer.strength) for layer in layers]
     return f"strength: {_span(strengths)} in {plural(len(layers), 'converted layer')} (0 is the source, 1 the target)"
 
 
@@ -312,7 +306,7 @@ def odd_strengths(model: nn.Module) -> str | None:
     layers than its model's.
     """
     strengths = {layer.stored_strength for layer in strength_layers(model)}
-    odd = sorted(t for t in strengths if abs(t - round(t, _DIGITS)) > 1e-6)
+    odd = {t for t in strengths if abs(t - round(t, _DIGITS)) > 1e-6}
     if not odd:
         return None
     return (
@@ -342,49 +336,32 @@ def refuse_partial_state(model: nn.Module) -> None:
 
 def _partial_state(layers: Mapping[str, StrengthMixin]) -> str | None:
     """Say which layers a state did not reach, if the strengths differ for that alone."""
-    names: dict[_Standing, list[str]] = {}
+    # by what a layer's buffer holds, and where its strength came from when that was last known
+    names: dict[tuple[Any, Any], list[str]] = {}
     for name, layer in layers.items():
         code = _units_of(layer)
-        if layer._origin is not None and code is not None:
-            names.setdefault(_Standing(code, layer._origin), []).append(name)
-    for pair in combinations(names, 2):
-        if _differ_by_a_part(*pair):
-            places = " and ".join(
-                f"{key.code[0] * UNIT:.3g} ({shortlist(names[key])})" for key in pair
-            )
+        if code is not None:
+            names.setdefault((code, layer._origin), []).append(name)
+    for (one, one_origin), (other, other_origin) in combinations(names, 2):
+        if one != other and _came_in_part((one, other), (one_origin, other_origin)):
             return (
-                f"the converted layers differ in strength, {places}, because only part of a state was loaded or "
-                "copied into the network; send the tensors named `strength` too, or call "
+                "the converted layers differ in strength, "
+                f"{one[0] * UNIT:.3g} ({shortlist(names[one, one_origin])}) and "
+                f"{other[0] * UNIT:.3g} ({shortlist(names[other, other_origin])}), because only part of a state was "
+                "loaded or copied into the network; send the tensors named `strength` too, or call "
                 "retrofit.set_strength(model, t), on each part if they shall differ"
             )
     return None
 
 
-class _Standing(NamedTuple):
-    """What the buffer of a layer holds, and where its strength came from when that was last
-    known.
-    """
-
-    code: tuple[int, ...]
-    origin: _Origin
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the buffer was written to in place, as averages and some federated code do."""
-        return self.code != self.origin.code
-
-
-def _differ_by_a_part(one: _Standing, other: _Standing) -> bool:
-    """Whether two layers differ in strength because a state reached only one of them, or the other
-    later.
-    """
-    if one.code == other.code:
-        return False
-    if one.is_copied or other.is_copied:
-        # A copy of a network whose layers differed by somebody's choice began with that choice.
-        return one.origin.code == other.origin.code
-    later = max(one.origin, other.origin, key=lambda origin: origin.moment)
-    return later.loaded and one.origin.moment != other.origin.moment
+def _came_in_part(codes: tuple[Any, ...], origins: tuple[_Origin, _Origin]) -> bool:
+    """Whether a state reached only one of two layers that differ in strength, or the other later."""
+    earlier, later = sorted(origins, key=lambda origin: origin.moment)
+    if codes != tuple(origin.code for origin in origins):
+        # Written to in place, as averages and some federated code do. A copy of a network whose
+        # layers differed by somebody's choice began with that choice.
+        return earlier.code == later.code
+    return later.loaded and earlier.moment != later.moment
 
 
 def _strengths(model: nn.Module) -> set[float]:
@@ -392,7 +369,7 @@ def _strengths(model: nn.Module) -> set[float]:
     return {layer.strength.item() for layer in layers if not layer._code.is_meta}
 
 
-def _span(strengths: list[float], form: str = ".3g") -> str:
+def _span(strengths: Collection[float], form: str = ".3g") -> str:
     ends = dict.fromkeys([format(min(strengths), form), format(max(strengths), form)])
     return " to ".join(ends)
 
