@@ -240,7 +240,7 @@ def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     _write_settings(module)
     for name, check in vars(module).get("_held_settings", {}).items():
         key = prefix + _SETTING + name
-        stored = state_dict.setdefault(key, module._buffers[_SETTING + name])
+        stored = state_dict.setdefault(key, module.get_buffer(_SETTING + name))
         if stored.is_meta or torch.equal(stored, torch.full_like(stored, getattr(module, name))):
             continue
         number = stored.item()

@@ -160,9 +160,12 @@ class ConstantAffine(PlainAffine):
         self.register_buffer("shift", shift.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.channel_dim == -1:
-            return (x * self.scale + self.shift).to(x.dtype)
-        return (x * channel_view(self.scale, x) + channel_view(self.shift, x)).to(x.dtype)
+        scale = self.scale
+        shift = self.shift
+        if self.channel_dim == 1:
+            scale = channel_view(scale, x)
+            shift = channel_view(shift, x)
+        return (x * scale + shift).to(x.dtype)
 
     def _form(self) -> list[nn.Module]:
         return [ChannelAffine(self.scale, self.shift, last=self.channel_dim == -1)]
@@ -206,7 +209,7 @@ def trained_affine(layer: Any) -> nn.Module:
 
 def named_sequence(parts: OrderedDict[str, nn.Module], layer: ConvertedLayer) -> nn.Module:
     """Return named modules, then the dropout and the activation of a layer, one after the other."""
-    fused = [module for module in layer.fused_modules() if module not in parts.values()]
+    fused = layer.fused_modules()
     children = {name: child for name, child in layer.named_children() if child in fused}
     named = OrderedDict(parts, **children)
     if len(named) == 1 and parts:

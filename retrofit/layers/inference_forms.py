@@ -229,7 +229,7 @@ class EstimatedTransform(nn.Module):
         sets: Sets,
         eps: float,
         effective_alpha: float,
-        affine: Sequence[Tensor | None],
+        affine: tuple[Tensor | None, Tensor | None],
         per_channel: bool,
     ) -> None:
         """Take gamma and beta as `affine`: (C,) for (N, C, *) if `per_channel`, else of a shape that

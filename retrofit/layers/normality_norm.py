@@ -65,18 +65,14 @@ def apply_statistics(
     mean = mean.to(dtype)
     lmbda = lmbda.to(dtype)
     rstd = torch.rsqrt(var.to(dtype) + eps)
-    if _is_differentiated(x, mean, rstd, lmbda, weight, bias) or not kernels.fits(x):
+    tensors = x, mean, rstd, lmbda, weight, bias
+    has_gradient = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if (has_gradient and torch.is_grad_enabled()) or not kernels.fits(x):
         h = (x.to(dtype) - mean) * rstd
         return affine(yeo_johnson(h, lmbda), weight, bias).to(x.dtype)
     gamma = torch.ones_like(rstd) if weight is None else weight.to(dtype)
     beta = torch.zeros_like(rstd) if bias is None else bias.to(dtype)
     return _by_constants(x, torch.stack([mean, rstd, lmbda - 1, gamma, beta]))
-
-
-def _is_differentiated(*tensors: Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _by_constants(x: Tensor, constants: Tensor) -> Tensor:
@@ -135,30 +131,28 @@ class Normalization(NamedTuple):
             return None
         return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
 
-    def in_memory(
-        self, x: Tensor, parameter: Tensor | None, processors: int = 1
-    ) -> tuple[Tensor, Layout, bool]:
+    def in_memory(self, x: Tensor, parameter: Tensor | None) -> tuple[Tensor, Layout]:
         """Return `x`, or a copy that is dense and has gamma and beta in the order of what they
-        multiply; its layout; and whether Triton's kernels take that.
+        multiply, and its layout.
         """
         affine = None if parameter is None else parameter.shape
         sets: Any = self.sets
         # Partial functions are no keys: they are equal to themselves alone
         key = (sets.func, *sets.args) if type(sets) is partial else (sets,)
-        key = affine, self.per_channel, processors, *key
-        layout, takes = _layout_in_memory(x.shape, x.stride(), *key)
+        key = affine, self.per_channel, *key
+        layout = _layout_in_memory(x.shape, x.stride(), *key)
         if layout is None:
             x = x.contiguous()
-            layout, takes = _layout_in_memory(x.shape, x.stride(), *key)
+            layout = _layout_in_memory(x.shape, x.stride(), *key)
             assert layout is not None
-        return x, layout, takes
+        return x, layout
 
     def statistics(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor
     ) -> Statistics:
         """Return what `normalize` found of the sets of `x`."""
         if kernels.fits(x):
-            x, layout, _ = self.in_memory(x.detach(), bias if weight is None else weight)
+            x, layout = self.in_memory(x.detach(), bias if weight is None else weight)
             sets = math.prod(layout.kept)
             stats = layout.undo(stats.reshape(-1)[: 4 * sets])
         mean, var, _, step = stats[:4]
@@ -172,16 +166,14 @@ def _layout_in_memory(
     stride: tuple[int, ...],
     affine: torch.Size | None,
     per_channel: bool,
-    processors: int,
     sets: Any,
     *arguments: Any,
-) -> tuple[Layout | None, bool]:
-    """Return the layout of tensors for kernels that take them as they lie in memory, and whether
-    Triton's do; None where they are not dense, or gamma and beta lie in another order than what
-    they multiply.
+) -> Layout | None:
+    """Return the layout of tensors for kernels that take them as they lie in memory; None where
+    they are not dense, or gamma and beta lie in another order than what they multiply.
     """
     if not is_dense(size, stride):
-        return None, False
+        return None
     x = torch.empty_strided(size, stride, device="meta")
     parameter = None if affine is None else torch.empty(affine, device="meta")
     spec = Normalization(sets=partial(sets, *arguments), per_channel=per_channel, eps=0.0)
@@ -189,10 +181,7 @@ def _layout_in_memory(
     (view,) = spec.views(x, parameter)
     layout = layout_of(values.shape, values.stride(), dim, None if view is None else view.shape)
     changing = [] if view is None else [d for d in layout.order if view.shape[d] != 1]
-    if changing != sorted(changing):
-        return None, False
-    plan = plan_of(layout.shape, layout.dims, layout.affine, processors)
-    return layout, plan is not None
+    return layout if changing == sorted(changing) else None
 
 
 def normalize(
@@ -255,11 +244,11 @@ def _by_kernels(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply algorithm 1 by the kernels that are chosen for `x`."""
     module: Any = kernels.choose(x, spec.group)
-    by_triton = module.READS_STRENGTH
-    busy = module.launcher.processors(x.device) if by_triton else 1
-    x, layout, takes = spec.in_memory(x, bias if weight is None else weight, busy)
-    if by_triton and not takes:
-        module = eager
+    x, layout = spec.in_memory(x, bias if weight is None else weight)
+    if module.READS_STRENGTH:
+        processors = module.launcher.processors(x.device)
+        if plan_of(layout.shape, layout.dims, layout.affine, processors) is None:
+            module = eager
     out: tuple[Tensor, Tensor | None]
     out = _ByKernels.apply(x, weight, bias, strength, spec, layout, module)
     return out

@@ -37,8 +37,10 @@ LOG_STRETCH = 4.0
 # stands for zero where it is divided by
 TINY = 1e-30
 _SERIES_RADIUS = 0.5
-# 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64
-_SERIES_TERMS = 12
+# Of expm1(u) / u and of its derivative, the highest power first. What is left out is below
+# 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64.
+_GROWTH = [1 / math.factorial(k + 1) for k in range(12, -1, -1)]
+_DERIVATIVE = [1 / (math.factorial(k) * (k + 2)) for k in range(12, -1, -1)]
 
 
 def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
@@ -70,11 +72,17 @@ def _relative_growth(u: Tensor) -> Tensor:
     as asked.
     """
     small = u.abs() < _SERIES_RADIUS
-    v, w = torch.where(small, u, 0.0), torch.where(small, 1.0, u)
-    series = torch.zeros_like(v)
-    for k in reversed(range(_SERIES_TERMS + 1)):
-        series = series * v + 1 / math.factorial(k + 1)
-    return torch.where(small, series, torch.expm1(w) / w)
+    w = torch.where(small, 1.0, u)
+    return torch.where(small, _series(u, small, _GROWTH), torch.expm1(w) / w)
+
+
+def _series(u: Tensor, small: Tensor, coefficients: list[float]) -> Tensor:
+    """Return the power series of some coefficients, the last of them first, where `u` is small."""
+    v = torch.where(small, u, 0.0)
+    series = torch.full_like(v, coefficients[0])
+    for coefficient in coefficients[1:]:
+        series = series * v + coefficient
+    return series
 
 
 def lmbda_derivative(u: Tensor, log: Tensor, growth: Tensor) -> Tensor:
@@ -82,10 +90,7 @@ def lmbda_derivative(u: Tensor, log: Tensor, growth: Tensor) -> Tensor:
     series near 0.
     """
     small = u.abs() < _SERIES_RADIUS
-    v = torch.where(small, u, 0.0)
-    series = torch.full_like(v, 1 / (math.factorial(_SERIES_TERMS) * (_SERIES_TERMS + 2)))
-    for k in reversed(range(_SERIES_TERMS)):
-        series = series * v + 1 / (math.factorial(k) * (k + 2))
+    series = _series(u, small, _DERIVATIVE)
     w = torch.where(small, 1.0, u)
     return log * log * torch.where(small, series, ((growth + 1) * w - growth) / (w * w))
 
