@@ -271,7 +271,7 @@ class _ByKernels(torch.autograd.Function):
         module: Any,
     ) -> tuple[Tensor, Tensor | None]:
         out = torch.empty_like(x)
-        seed = spec.seed(x)
+        seed = spec.seed(x) if spec.xi else None
         if not module.READS_STRENGTH:
             strength = Strength(strength.value(compute_dtype(x)))
         ctx.options = KernelOptions(

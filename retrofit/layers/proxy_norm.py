@@ -236,7 +236,10 @@ class ProxyNorm(StrengthMixin):
         if not isinstance(self.activation, nn.Module):
             return self.activation(proxy)
         own = itertools.chain(self.activation.named_parameters(), self.activation.named_buffers())
-        cast = {name: value.to(proxy.dtype) for name, value in own if value.is_floating_point()}
+        others = {n: v for n, v in own if v.is_floating_point() and v.dtype != proxy.dtype}
+        if not others:
+            return self.activation(proxy)
+        cast = {name: value.to(proxy.dtype) for name, value in others.items()}
         return torch.func.functional_call(self.activation, cast, (proxy,))
 
     def constants(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

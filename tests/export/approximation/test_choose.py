@@ -26,6 +26,7 @@ from retrofit.export.graph_passes import fold_program
 from retrofit.export.power_operator import Replacement
 from retrofit.inputs import Call
 from tests.export.networks import norm
+from tests.layers.cases import normality_norm
 
 
 def network(low: float, high: float, act: nn.Module) -> nn.Sequential:
@@ -127,9 +128,7 @@ def test_frozen_lambda(images: list[Tensor]) -> None:
     options: Any = {"input_size": (4, 9, 9), "calibrate": images, "tolerance": 1.0}
     folded = retrofit.fold(model.eval(), freeze_lambda=True, **options)
     h = model[0](torch.cat(images)).detach().unflatten(1, (2, 4)).flatten(2)
-    lmbda = retrofit.layers.normality_norm.normality_norm(h[::2], None, None, dim=(2,), eps=1e-5)[
-        1
-    ].lmbda
+    lmbda = normality_norm(h[::2], None, None, dim=(2,), eps=1e-5)[1].lmbda
     h = (h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + 1e-5).sqrt()
     mean = 1 + 0.5 * 0.8 * float(lmbda.mean() - 1)
     expected = torch.from_numpy(yeojohnson(h.double().numpy().ravel(), mean)).view(len(h), 8, 7, 7)
