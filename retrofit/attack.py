@@ -52,6 +52,13 @@ class Attack:
             pixels = torch.minimum(torch.maximum(moved, low), high).detach()
         return pixels
 
+    def resisted(self, model: nn.Module, pixels: Tensor, labels: Tensor) -> int:
+        """Return how many normalized images (N, C, H, W) keep their classes (N,) when changed."""
+        if not len(pixels):
+            return 0
+        predicted = model(self(model, pixels, labels)).argmax(1)
+        return int((predicted == labels).sum())
+
     def __str__(self) -> str:
         """Its kind and size."""
         return f"{self.kind} within {255 * self.eps:g}/255"

@@ -127,9 +127,7 @@ def evaluate(
     if doubt:
         warnings.warn(doubt, stacklevel=2)
     device = torch.device(device)
-    layout = torch.contiguous_format
-    if channels_last:
-        layout = torch.channels_last
+    layout = layout_of(channels_last)
     model = model.to(device).to(memory_format=layout).eval()
     loader = create_loader(
         data.images,
@@ -142,8 +140,12 @@ def evaluate(
         worker_seeding=heed_no_signals,
     )
     done = 0
+    resisted = None
     skipped: list[str] = []
-    counts = _Counts(attack)
+    # Whether an image's class has the highest score, the second, ...: (N, 5) a batch.
+    ranks: list[Tensor] = []
+    # Of images whose scores are finite, (N,) a batch.
+    losses: list[Tensor] = []
     inference = torch.inference_mode(attack is None)
     with advice, left_as_it_was(model), inference, torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
@@ -151,68 +153,43 @@ def evaluate(
             skipped += [data.images.unreadable(target) for target in targets[~readable].tolist()]
             if readable.any():
                 inputs = pixels[readable].contiguous(memory_format=layout)
+                labels = targets[readable]
                 scores = class_scores(model(inputs), data.outputs)
-                counts.add(model, inputs, scores, targets[readable])
+                finite = scores.isfinite().all(dim=1)
+                best = scores.topk(min(5, scores.shape[1]), dim=1).indices
+                ranks.append(best.eq(labels[:, None]) & finite[:, None])
+                loss = functional.cross_entropy(scores[finite], labels[finite], reduction="none")
+                losses.append(loss)
+                if attack is not None:
+                    right = ranks[-1][:, 0]
+                    under_attack = attack.resisted(model, inputs[right], labels[right])
+                    resisted = under_attack + (resisted or 0)
             done += len(targets)
             if progress is not None:
                 progress(done, total)
-    if not counts.ranks:
+    if not ranks:
         raise RetrofitError(
             f"none of the {len(skipped)} images can be read ({shortlist(skipped)}); check the files"
         )
-    return counts.accuracy(tuple(skipped))
+    all_ranks = torch.cat(ranks)
+    all_losses = torch.cat(losses).cpu().double()
+    return Accuracy(
+        images=len(all_ranks),
+        correct1=int(all_ranks[:, 0].sum()),
+        correct5=int(all_ranks.sum()),
+        outputs=scores.shape[1],
+        skipped=tuple(skipped),
+        not_finite=len(all_ranks) - len(all_losses),
+        loss=float(all_losses.mean()),
+        attacked1=resisted,
+    )
 
 
-class _Counts:
-    """What the batches of an evaluation add up to."""
-
-    def __init__(self, attack: Attack | None) -> None:
-        self._attack = attack
-        self._attacked = 0
-        self._outputs = 0
-        # Whether an image's class has the highest score, the second, ...: (N, 5) a batch.
-        self.ranks: list[Tensor] = []
-        # Of images whose scores are finite, (N,) a batch.
-        self._losses: list[Tensor] = []
-
-    def add(self, model: nn.Module, inputs: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Count a batch of images (N, C, H, W), scores (N, classes) and labels (N,)."""
-        self._outputs = scores.shape[1]
-        finite = scores.isfinite().all(dim=1)
-        best = scores.topk(min(5, self._outputs), dim=1).indices
-        is_label = best.eq(labels[:, None])
-        ranks = is_label & finite[:, None]
-        self.ranks.append(ranks)
-        losses = functional.cross_entropy(scores[finite], labels[finite], reduction="none")
-        self._losses.append(losses)
-        right = ranks[:, 0]
-        if self._attack is not None and right.any():
-            self._attacked += resisted(self._attack, model, inputs[right], labels[right])
-
-    def accuracy(self, skipped: tuple[str, ...]) -> Accuracy:
-        """Return the figures of all batches."""
-        ranks = torch.cat(self.ranks).cpu()
-        losses = torch.cat(self._losses).cpu().double()
-        attacked = None
-        if self._attack is not None:
-            attacked = self._attacked
-        return Accuracy(
-            images=len(ranks),
-            correct1=int(ranks[:, 0].sum()),
-            correct5=int(ranks.sum()),
-            outputs=self._outputs,
-            skipped=skipped,
-            not_finite=len(ranks) - len(losses),
-            loss=float(losses.mean()),
-            attacked1=attacked,
-        )
-
-
-def resisted(attack: Attack, model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
-    """Return how many images (N, C, H, W) keep their class, of `labels` (N,), under an attack."""
-    changed = attack(model, inputs, labels)
-    predicted = model(changed).argmax(1)
-    return int((predicted == labels).sum())
+def layout_of(channels_last: bool) -> torch.memory_format:
+    """Return torch's memory format for images (N, C, H, W)."""
+    if channels_last:
+        return torch.channels_last
+    return torch.contiguous_format
 
 
 def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from retrofit.attack import Attack
 from retrofit.diagnose.meters import Probe
-from retrofit.evaluation import resisted
 from retrofit.utils.forward_pass import hooked, standard_normal
 
 Batch = tuple[Tensor, "Tensor | None"]
@@ -147,6 +146,5 @@ def under_attack(
             return None
         images += len(pixels)
         hit = clean == labels.to(clean)
-        if hit.any():
-            right += resisted(attack, model, pixels[hit], clean[hit])
+        right += attack.resisted(model, pixels[hit], clean[hit])
     return UnderAttack(str(attack), 100 * right / images)

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from timm.data import create_transform
 from timm.utils import ModelEmaV3, random_seed
 from torch import nn
 
 from retrofit.errors import RetrofitError
+from retrofit.evaluation import layout_of
 from retrofit.finetune import layer_settings
 from retrofit.finetune.batches import Batches
 from retrofit.finetune.chance_watch import ChanceWatch
@@ -66,9 +66,7 @@ class PreparedRun:
             self.new_tensors = tuple(state["new_tensors"])
         self.network = network
         outputs = scores_of(network)
-        self.layout = torch.contiguous_format
-        if recipe.channels_last:
-            self.layout = torch.channels_last
+        self.layout = layout_of(recipe.channels_last)
         self.model = network.model.to(self.device).to(memory_format=self.layout)
         self.model.train()
         teacher = None
