@@ -50,7 +50,7 @@ def finetune(
     Args:
         network: The network; to resume, what `resume_network` opens.
         recipe: The settings of the run.
-        folder: The run's folder: new, empty, or of a run killed before its first state.
+        folder: The run's folder: new or empty.
         resume: Whether to go on from the state in the folder.
         callback: Called with the run's progress, in the main process.
         stop: Asked after each step; a true answer saves the state and ends the run.

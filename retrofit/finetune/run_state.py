@@ -2,7 +2,6 @@
 step depends.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,6 @@ from retrofit.utils.files import (
     acquire,
     atomic_write,
     ensure_nameable,
-    flush,
     release,
     sweep,
     termination_unwinds,
@@ -31,7 +29,6 @@ STATE = "state"
 # The artifact that a run began with.
 START = f"{STATE}/start.safetensors"
 _LAST = f"{STATE}/last.pt"
-_PREVIOUS = f"{STATE}/previous.pt"
 _LOCK = ".lock"
 
 
@@ -39,9 +36,8 @@ _LOCK = ".lock"
 def owned(folder: Path, resume: bool) -> Iterator[None]:
     """Own a run's folder while the body runs.
 
-    A new run takes a folder that is empty or absent, or that holds a run which was killed before
-    its first state, and no other. If the body fails before a state was saved, what it made is
-    removed; a saved state is never removed.
+    A new run takes a folder that is empty or absent. If the body fails before a state was saved,
+    what it made is removed; a saved state is never removed.
 
     Args:
         folder: The run's folder.
@@ -60,9 +56,7 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
             if resume:
                 yield
             else:
-                _refuse_used(folder)
-                _clear(folder)
-                with _cleared_without_state(folder):
+                with _new_run(folder):
                     yield
     finally:
         release(folder / _LOCK)
@@ -88,43 +82,28 @@ def _lock(folder: Path) -> None:
         )
 
 
-def _refuse_used(folder: Path) -> None:
-    """Refuse a folder that holds more than a run which was killed before its first state."""
-    present = {path.name for path in folder.iterdir()} - {_LOCK}
-    if not present:
-        return
-    if STATE in present and present <= {RECIPE, STATE}:
-        states = {path.name for path in (folder / STATE).iterdir()}
-        if states <= {Path(START).name}:
-            return
-    raise RetrofitError(
-        f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
-    )
-
-
 @contextmanager
-def _cleared_without_state(folder: Path) -> Iterator[None]:
+def _new_run(folder: Path) -> Iterator[None]:
+    """Refuse a folder that holds anything, and clear it if the body saves no state."""
+    if any(path.name != _LOCK for path in folder.iterdir()):
+        raise RetrofitError(
+            f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
+        )
     try:
         yield
     finally:
-        states = [folder / _LAST, folder / _PREVIOUS]
-        if not any(path.exists() for path in states):
-            _clear(folder)
-
-
-def _clear(folder: Path) -> None:
-    (folder / RECIPE).unlink(missing_ok=True)
-    shutil.rmtree(folder / STATE, ignore_errors=True)
+        if not (folder / _LAST).exists():
+            (folder / RECIPE).unlink(missing_ok=True)
+            shutil.rmtree(folder / STATE, ignore_errors=True)
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write a run's state and keep the one before it; one of the two is always whole.
+    """Write a run's state in place of the one before it; the file is always whole.
 
     Raises:
         RetrofitError: If the disk is full.
     """
     last = folder / _LAST
-    previous = folder / _PREVIOUS
     with atomic_write(last, force=True) as temporary:
         try:
             torch.save({"schema": SCHEMA, **state}, temporary)
@@ -132,31 +111,21 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
         except RuntimeError as error:
             problem = f"cannot write the state {last} ({one_line(error)})"
             raise RetrofitError(f"{problem}; free space, then go on with `resume`") from error
-        # The former state moves aside only once the new one is on the disk.
-        flush(temporary)
-        if last.exists():
-            os.replace(last, previous)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read a run's newest whole state; a RetrofitError if there is none, or it is of another
-    version.
-    """
-    reason = "there is none"
-    for path in (folder / _LAST, folder / _PREVIOUS):
-        if not path.is_file():
-            continue
-        try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        # torch.load raises anything on a damaged file.
-        except Exception as error:
-            reason = f"{path.name}: {one_line(error)}"
-            continue
-        if state["schema"] != SCHEMA:
-            raise RetrofitError(
-                f"{path} was written by another version of retrofit; resume it with that"
-            )
-        return state
-    raise RetrofitError(
-        f"no state to resume in {folder} ({reason}); start anew in another folder with its {RECIPE}"
-    )
+    """Read a run's state; a RetrofitError if there is none, or it is of another version."""
+    last = folder / _LAST
+    try:
+        state: dict[str, Any] = torch.load(last, map_location="cpu", weights_only=True)
+    # torch.load raises anything on a damaged file.
+    except Exception as error:
+        raise RetrofitError(
+            f"no state to resume in {folder} ({one_line(error)}); "
+            f"start anew in another folder with its {RECIPE}"
+        ) from error
+    if state["schema"] != SCHEMA:
+        raise RetrofitError(
+            f"{last} was written by another version of retrofit; resume it with that"
+        )
+    return state

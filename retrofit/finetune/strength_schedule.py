@@ -172,18 +172,18 @@ class StrengthSchedule:
     def _strengths_at(self, done: float) -> list[float]:
         """Return each layer's strength after this fraction of the training."""
         if not self._there_and_back:
-            return self._between(self._starts, self._end, _share(done, self._ramp))
-        ramp = self._ramp / 2
-        turn = self._turn / self._total
-        if done <= turn:
-            return self._between(self._starts, 1.0, _share(done, ramp))
-        top = [1.0] * len(self._starts)
-        return self._between(top, self._end, _share(done - turn, ramp))
+            there = self._eased(_share(done, self._ramp))
+            return [start + (self._end - start) * there for start in self._starts]
+        there = _share(done, self._ramp / 2)
+        if self._steps <= self._turn:
+            return [start + (1 - start) * there for start in self._starts]
+        back = _share(done - self._turn / self._total, self._ramp / 2)
+        return [1 - (1 - self._end) * back] * len(self._starts)
 
-    def _between(self, starts: list[float], end: float, share: float) -> list[float]:
+    def _eased(self, share: float) -> float:
         if self._shape == "cosine":
-            share = (1 - math.cos(math.pi * share)) / 2
-        return [start + (end - start) * share for start in starts]
+            return (1 - math.cos(math.pi * share)) / 2
+        return share
 
     def _noise_at(self, done: float, most: float) -> float:
         since = done - self._noise_start

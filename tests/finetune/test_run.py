@@ -75,7 +75,7 @@ def test_a_run_and_its_folder(
     table = csv.DictReader((folder / "metrics.csv").read_text().splitlines())
     assert [float(row["train_loss"]) for row in table] == [row["train_loss"] for row in rows]
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(os.listdir(folder / "state")) == ["last.pt", "previous.pt", "start.safetensors"]
+    assert sorted(os.listdir(folder / "state")) == ["last.pt", "start.safetensors"]
 
 
 def test_the_best_is_of_the_strength_at_the_end(
@@ -147,12 +147,12 @@ def test_an_interruption_changes_nothing(train: Train, tmp_path: Path) -> None:
 def test_an_interruption_while_a_state_is_saved_loses_no_run(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes once the former state has moved aside, before the new one takes its place."""
+    """It comes before the new state takes the place of the former one."""
     replace = os.replace
     state = tmp_path / "broken" / "state"
 
     def interrupted(source: Path, target: Path) -> None:
-        if Path(target) == state / "last.pt" and (state / "previous.pt").exists():
+        if Path(target) == state / "last.pt" and (state / "last.pt").exists():
             raise KeyboardInterrupt
         replace(source, target)
 
@@ -161,7 +161,7 @@ def test_an_interruption_while_a_state_is_saved_loses_no_run(
         patch.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train("broken")
-    assert sorted(os.listdir(state)) == ["previous.pt", "start.safetensors"]
+    assert sorted(os.listdir(state)) == ["last.pt", "start.safetensors"]
     train("broken", resume=True)
     assert_same(weights(tmp_path / "whole"), weights(tmp_path / "broken"))
 
@@ -253,20 +253,18 @@ def test_a_run_goes_on_with_the_same_data_and_settings_alone(
     resume()
 
 
-def test_a_damaged_state_falls_back_to_the_one_before(train: Train, tmp_path: Path) -> None:
+def test_a_damaged_state_and_one_of_another_version_are_refused(
+    train: Train, tmp_path: Path
+) -> None:
     train("run")
-    whole, state = weights(tmp_path / "run"), tmp_path / "run" / "state"
-    (state / "last.pt").write_bytes(b"half of it")
-    train("run", resume=True)
-    assert_same(whole, weights(tmp_path / "run"))
-    torch.save({**torch.load(state / "last.pt", weights_only=True), "schema": 1}, state / "last.pt")
+    last = tmp_path / "run" / "state" / "last.pt"
+    torch.save({**torch.load(last, weights_only=True), "schema": 1}, last)
     with pytest.raises(
         RetrofitError,
         match=r"last.pt was written by another version of retrofit; resume it with that",
     ):
         train("run", resume=True)
-    for path in state.glob("*.pt"):
-        path.write_bytes(b"half of it")
+    last.write_bytes(b"half of it")
     with pytest.raises(RetrofitError, match="no state to resume"):
         train("run", resume=True)
 
