@@ -45,7 +45,7 @@ def checked_fold(request: Request) -> FoldedNetwork:
     _refuse_missing_numbers(network, reference)
     program = capture(
         network,
-        request.captured,
+        request.calls[0],
         batch=request.batch,
         dynamic_size=request.dynamic_size,
         lambdas=_mean_lambdas(network, request.fitted) if request.freeze_lambda else {},
@@ -60,7 +60,9 @@ def checked_fold(request: Request) -> FoldedNetwork:
     else:
         _refuse_fixed_batch(program, reference)
         if request.fold == "poly":
-            fits = _approximations(program, request)
+            fits = choose(
+                program.module, request.degree, request.allowed, request.fitted, request.unseen
+            )
         fold_program(program, fits)
     comparison = reference.compare(program.module)
     if comparison.differs:
@@ -103,12 +105,8 @@ def _refuse_fixed_batch(program: Program, reference: Reference) -> None:
             ) from error
 
 
-def _approximations(program: Program, request: Request) -> dict[Node, Replacement]:
-    return choose(program.module, request.degree, request.allowed, request.fitted, request.unseen)
-
-
 def _folded_layers(program: Program, fits: Mapping[Node, Replacement]) -> tuple[FoldedLayer, ...]:
-    errors: dict[str, tuple[int, float, float]] = {
+    errors = {
         layer_of(node): (fit.degree, fit.max_error, fit.rms_error) for node, fit in fits.items()
     }
     forms = program.layers.items()
@@ -118,11 +116,9 @@ def _folded_layers(program: Program, fits: Mapping[Node, Replacement]) -> tuple[
 def _claim_and_advice(request: Request, program: Program) -> tuple[str, str]:
     """Return in words what differs, and what to do about it."""
     accept = "or raise `tolerance` if you can accept that"
-    approximation = "the approximation differs from the given network"
-    if request.freeze_lambda:
-        return approximation, f"leave out `freeze_lambda`, {accept}"
-    if request.degree is not None:
-        return approximation, f"raise `degree` or leave it out, {accept}"
+    if request.approximates:
+        advice = f"leave out `freeze_lambda`, raise or leave out `degree`, {accept}"
+        return "the approximation differs from the given network", advice
     different = "the folded network differs from the given one"
     if not program.not_captured and _quantizes(program):
         advice = "it quantizes its values, and a rounding error may move one by a step"

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import retrofit
 from retrofit.compare import Reference
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.export.checked_fold import REPORT_IT, FoldedNetwork, checked_fold
-from retrofit.export.onnx_file import OPSETS, Check, set_metadata, to_onnx, written
+from retrofit.export.onnx_file import OPSETS, Check, to_onnx, written
 from retrofit.export.power_operator import Polynomial
 from retrofit.export.precision import narrowed
 from retrofit.export.report import SCHEMA, ExportReport, check_report
@@ -121,23 +120,35 @@ def export_onnx(
     if folded.program.not_captured:
         raise RetrofitError(folded.program.not_captured)
     proto, checks = _onnx_model(request, folded, opset)
-    facts = _NetworkFacts.of(request, proto)
-    set_metadata(proto, facts.metadata())
+    record = record_of(model)
+    labels = _labels_of(record, proto)
+    preprocess = _preprocess_of(record, request)
+    shared = _shared_facts(record, request)
+    metadata = {
+        "schema": SCHEMA,
+        "retrofit": retrofit.__version__,
+        "model": str(record.source or type(request.network).__name__),
+        **shared,
+        "input_size": list(request.sample),
+        "labels": labels,
+        **(preprocess or {}),
+    }
+    onnx.helper.set_model_props(proto, _as_texts(metadata))
     report_file = nullcontext() if report is None else atomic_write(report, force)
     # The model gets its name first
     with report_file as report_draft, written(proto, file, force, checks) as (parity, size):
         result = ExportReport(
-            **facts.shared(),
-            model=None if facts.record.source is None else facts.record.source.name,
-            weights=facts.record.weights,
+            **shared,
+            model=None if record.source is None else record.source.name,
+            weights=record.weights,
             opset=opset,
             output=str(path),
             bytes=size,
             parity=parity,
             judged_on=request.judged_on,
             nodes=_node_counts(proto),
-            preprocess=facts.preprocess,
-            labels=None if facts.labels is None else len(facts.labels),
+            preprocess=preprocess,
+            labels=None if labels is None else len(labels),
             layers=folded.layers,
         )
         if report_draft is not None:
@@ -177,63 +188,33 @@ def _labels_of(record: Record, proto: onnx.ModelProto) -> list[str] | None:
     (N, classes) of another number of classes.
     """
     labels = record.labels or None
-    if labels is not None and _classes_of(proto) not in (None, len(labels)):
+    shapes = [output.type.tensor_type.shape.dim for output in proto.graph.output]
+    are_scores = len(shapes) == 1 and len(shapes[0]) == 2
+    if labels and are_scores and shapes[0][1].dim_value != len(labels):
         return None
     return labels
 
 
-def _classes_of(proto: onnx.ModelProto) -> int | None:
-    """Return the number of classes where the model gives scores (N, classes) alone."""
-    shapes = [output.type.tensor_type.shape.dim for output in proto.graph.output]
-    if len(shapes) != 1 or len(shapes[0]) != 2:
+def _preprocess_of(record: Record, request: Request) -> dict[str, Any] | None:
+    if record.preprocess is None:
         return None
-    return int(shapes[0][1].dim_value)
+    return {**record.preprocess.to_dict(), "input_size": list(request.sample)}
 
 
-@dataclass(frozen=True)
-class _NetworkFacts:
-    """What is known about the exported network, for the file's metadata and the report."""
+def _shared_facts(record: Record, request: Request) -> dict[str, Any]:
+    """Return what metadata and report both say."""
+    return {
+        "target": record.plans[-1].to if record.plans else None,
+        "strength": common_strength(request.model),
+        "fold": request.fold,
+        "precision": request.precision,
+    }
 
-    request: Request
-    record: Record
-    # Names of the outputs
-    labels: list[str] | None
-    preprocess: Mapping[str, Any] | None
 
-    @classmethod
-    def of(cls, request: Request, proto: onnx.ModelProto) -> "_NetworkFacts":
-        """Collect the record of a network, as far as it is true of the exported model."""
-        record = record_of(request.model)
-        preprocess = None
-        if record.preprocess is not None:
-            preprocess = {**record.preprocess.to_dict(), "input_size": list(request.sample)}
-        return cls(request, record, _labels_of(record, proto), preprocess)
-
-    def shared(self) -> dict[str, Any]:
-        """Return what metadata and report both say."""
-        plans = self.record.plans
-        return {
-            "target": plans[-1].to if plans else None,
-            "strength": common_strength(self.request.model),
-            "fold": self.request.fold,
-            "precision": self.request.precision,
-        }
-
-    def metadata(self) -> dict[str, str]:
-        """Return the file's metadata: text, or JSON for what is none."""
-        source = self.record.source
-        name = type(self.request.network).__name__ if source is None else str(source)
-        facts = {
-            "schema": SCHEMA,
-            "retrofit": retrofit.__version__,
-            "model": name,
-            **self.shared(),
-            "input_size": list(self.request.sample),
-            "labels": self.labels,
-            **(self.preprocess or {}),
-        }
-        return {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in facts.items()
-            if value is not None
-        }
+def _as_texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is known as a file's metadata: text, or JSON for what is none."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in facts.items()
+        if value is not None
+    }

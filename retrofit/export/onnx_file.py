@@ -1,7 +1,7 @@
 """Write a captured program as an ONNX file: the same bytes every time, checked, whole."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ import onnx
 import torch
 from onnx.external_data_helper import set_external_data
 from torch import Tensor
-from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils._pytree import tree_leaves
 
 from retrofit.compare import Comparison, ComparisonError, Reference
@@ -60,42 +59,37 @@ def to_onnx(program: Program, opset: int) -> tuple[onnx.ModelProto, torch.export
     Raises:
         RetrofitError: If the exporter cannot convert the program, or not for this opset.
     """
-    exported = program.exported()
-    signature = exported.graph_signature
-    inputs = _tensor_names(signature.input_specs, InputKind.USER_INPUT)
-    outputs = _tensor_names(signature.output_specs, OutputKind.USER_OUTPUT)
-    output_names = [f"output{number}" for number in range(len(outputs))]
     with (
         announced_if_slow("torch.onnx is converting the network"),
         reported("torch.onnx cannot export the network"),
         torch.no_grad(),
     ):
         converted: Any = torch.onnx.export(
-            exported,
+            program.exported(),
             dynamo=True,
             optimize=True,
             opset_version=opset,
-            input_names=["input"] if len(inputs) == 1 else inputs,
-            output_names=["output"] if len(outputs) == 1 else output_names,
             verbose=False,
         )
-    model = converted.model_proto
-    versions = {entry.domain: entry.version for entry in model.opset_import}
-    version = versions.get("", versions.get("ai.onnx"))
+    version = converted.model.opset_imports[""]
     if version != opset:
         raise RetrofitError(
             f"the exporter cannot write this network for opset {opset}; use `opset={version}`"
         )
+    _name_outside(converted.model.graph)
+    model = converted.model_proto
     _anonymize(model)
     return model, converted.exported_program
 
 
-def _tensor_names(specs: Sequence[Any], kind: InputKind | OutputKind) -> list[str]:
-    return [
-        spec.arg.name
-        for spec in specs
-        if spec.kind == kind and isinstance(spec.arg, TensorArgument)
-    ]
+def _name_outside(graph: Any) -> None:
+    """Name the inputs and outputs of a graph of onnx_ir."""
+    if len(graph.inputs) == 1:
+        graph.inputs[0].name = "input"
+    for number, output in enumerate(graph.outputs):
+        output.name = f"output{number}"
+    if len(graph.outputs) == 1:
+        graph.outputs[0].name = "output"
 
 
 def _anonymize(model: onnx.ModelProto) -> None:
@@ -109,17 +103,12 @@ def _anonymize(model: onnx.ModelProto) -> None:
     for part in (model, graph, *graph.node, *graph.initializer, *values):
         part.doc_string = ""
         del part.metadata_props[:]
-    axes = _names_of_axes(graph.input[0])
+    dims = graph.input[0].type.tensor_type.shape.dim
+    axes = {dim.dim_param: axis for dim, axis in zip(dims, _AXES, strict=False)}
     for value in values:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
                 dim.dim_param = axes.get(dim.dim_param, dim.dim_param)
-
-
-def _names_of_axes(image: onnx.ValueInfoProto) -> dict[str, str]:
-    """Return plain names for the dynamic dimensions of an input."""
-    dims = image.type.tensor_type.shape.dim
-    return {dim.dim_param: axis for dim, axis in zip(dims, _AXES, strict=False)}
 
 
 @contextmanager
@@ -160,11 +149,6 @@ def written(
                 if data.exists():
                     os.replace(data, folder / OLD)
                 os.replace(weights, data)
-
-
-def set_metadata(model: onnx.ModelProto, facts: Mapping[str, str]) -> None:
-    """Write what a file says of itself."""
-    onnx.helper.set_model_props(model, dict(facts))
 
 
 def _put_weights_beside(model: onnx.ModelProto, name: str) -> None:

@@ -5,7 +5,7 @@ approximation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -53,15 +53,11 @@ class Replacement:
     rms_error: float = 0.0
     after: Tensor | None = None
 
-    def __call__(self, h: Tensor) -> Tensor:
-        """Evaluate an approximation, which has no `after`, for h, (C, S), in the precision of a
-        folded network.
-        """
-        shifted = torch.addcmul(self.shift[:, None], h, self.scale[:, None])
-        y = shifted.T.float()
-        for part in self.parts:
-            y = part(y)
-        return y.T.to(h)
+    def module(self, sign: Tensor | float = 1.0) -> nn.Module:
+        """Return an approximation, which has no `after`, as a function of h, (N, C, *)."""
+        scale = sign * self.scale
+        norm = inference_forms.ConstantNorm(torch.zeros_like(scale), scale, self.shift)
+        return nn.Sequential(norm, *self.parts)
 
 
 @dataclass(frozen=True)
@@ -122,19 +118,21 @@ class Transform:
         near_0 = bool((self.lmbda.abs() < inference_forms.SMALL_POWER).any())
         if not near_0:
             scale = scale / self.lmbda
-        limited = Replacement(
+        parts = [limits(1.0), OneBranch(self.lmbda, near_0)]
+        after: Tensor | None = scale
+        # Without an upper limit the scale may go into the layer that follows
+        if high < INF:
+            parts += [inference_forms.ChannelAffine(scale, 0 * scale), limits(None, high)]
+            after = None
+        return Replacement(
             "one branch",
             0,
             scale=to_u,
             shift=torch.where(is_live, to_u, 1.0),
-            parts=[limits(1.0), OneBranch(self.lmbda, scale, near_0), limits(None, high)],
+            parts=parts,
             has_activation=True,
+            after=after,
         )
-        if high < INF:
-            return limited
-        # Without an upper limit the scale may go into the layer that follows
-        parts = [limits(1.0), OneBranch(self.lmbda, None, near_0)]
-        return replace(limited, parts=parts, after=scale)
 
     def _log_of_root(self) -> Tensor:
         """Return log(1 + h0), where h0 is the zero of the function."""
@@ -165,31 +163,24 @@ class OneBranch(nn.Module):
     """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where this is 0 for all h <= 0.
 
     It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function. It
-    returns scale * (u^lambda - 1), or scale * (u^lambda - 1) / lambda if lambda is near 0. The
-    modules around it do the rest.
+    returns u^lambda - 1, or (u^lambda - 1) / lambda if lambda is near 0. The modules around it do
+    the rest.
     """
 
     lmbda: Tensor
-    scale: Tensor | None
 
-    def __init__(self, lmbda: Tensor, scale: Tensor | None, near_0: bool) -> None:
+    def __init__(self, lmbda: Tensor, near_0: bool) -> None:
         super().__init__()
         self.near_0 = near_0
         self.register_buffer("lmbda", lmbda.float())
-        self.register_buffer("scale", None if scale is None else scale.float())
 
     def forward(self, u: Tensor) -> Tensor:
         """Transform (N, C, *)."""
         log = torch.log(u)
         exponent = log * inference_forms.channel_view(self.lmbda, u)
-        y = (
-            inference_forms.relative_growth(exponent) * log
-            if self.near_0
-            else torch.exp(exponent) - 1.0
-        )
-        if self.scale is None:
-            return y
-        return y * inference_forms.channel_view(self.scale, u)
+        if self.near_0:
+            return inference_forms.relative_growth(exponent) * log
+        return torch.exp(exponent) - 1.0
 
 
 def limits(low: float | None, high: float | None = None) -> nn.Module:

@@ -7,7 +7,6 @@ with constants stay in float32, except for the steps of polynomials: their chann
 limits, and the runtime has integer kernels for them.
 """
 
-import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir
 import torch
@@ -30,7 +28,6 @@ from retrofit.utils.files import termination_unwinds, writing
 TOLERANCES = {"float16": 0.02, "int8": 0.3}
 # Images: ONNX Runtime holds every value of the network in memory to take its range
 CALIBRATED_AT_ONCE = 4
-_LARGEST_HALF = 65504.0
 
 _QUANTIZED = ["Conv", "Gemm", "MatMul", "Mul", "Relu", "Clip", "Add", "Concat"]
 _QUANTIZED += ["MaxPool", "AveragePool", "GlobalAveragePool", "ReduceMean"]
@@ -149,21 +146,9 @@ def _operators_that_take(graph: onnx.GraphProto) -> dict[str, set[str]]:
 
 def _polynomial_steps(graph: onnx.GraphProto) -> set[str]:
     """Return the outputs of depthwise convolutions of size 1."""
-    sizes = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
-    steps = set()
-    for node in graph.node:
-        groups = _groups_of(node)
-        if groups > 1 and sizes.get(node.input[1]) == groups:
-            steps.add(node.output[0])
-    return steps
-
-
-def _groups_of(node: onnx.NodeProto) -> int:
-    """Return the groups of a convolution; 1 for other nodes."""
-    if node.op_type != "Conv":
-        return 1
-    attributes = {attribute.name: attribute.i for attribute in node.attribute}
-    return int(attributes.get("group", 1))
+    sizes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    convolutions = [node for node in graph.node if node.op_type == "Conv"]
+    return {node.output[0] for node in convolutions if set(sizes.get(node.input[1], ())[1:]) == {1}}
 
 
 def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -175,12 +160,8 @@ def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    graph = model.graph
-    constants = {tensor.name for tensor in graph.initializer}
-    # The converter would take the constants for some in float16
-    for value in list(graph.value_info):
-        if value.name in constants:
-            graph.value_info.remove(value)
+    # By what it says of constants, the converter would take them for some in float16
+    del model.graph.value_info[:]
     with reported("the model cannot be converted to float16"):
         half = convert_float_to_float16(model, keep_io_types=True)
         nodes = half.graph.node
@@ -205,10 +186,6 @@ class HalfRun(fx.Interpreter):
     accumulates in float32.
     """
 
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
-        """Return the arguments of a node, numbers as ONNX Runtime's converter writes them."""
-        return tree_map_only(float, _as_half, super().fetch_args_kwargs_from_env(n))
-
     def run_node(self, n: fx.Node) -> Any:
         """Compute the value of a node, and round it."""
         return tree_map_only(Tensor, _rounded_to_half, super().run_node(n))
@@ -217,12 +194,6 @@ class HalfRun(fx.Interpreter):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program."""
         return self.run(*tree_leaves((args, kwargs)))
-
-
-def _as_half(value: float) -> float:
-    if not math.isfinite(value):
-        return value
-    return float(np.float16(np.clip(value, -_LARGEST_HALF, _LARGEST_HALF)))
 
 
 def _rounded_to_half(value: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Request:
     def __post_init__(self) -> None:
         """Read the images, refuse what does not fit together, and run the network on examples."""
         self.images = self._read_images()
-        for problem in (*self._problems_of_options(), *self._problems_of_images()):
+        for problem in self._problems():
             raise UsageError(problem)
         self.network = self._network_in_float32()
         device = device_of(self.network)
@@ -80,7 +80,8 @@ class Request:
             return network
         return copied(network).float()
 
-    def _problems_of_options(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[str]:
+        """Yield what does not fit together; the first is what the user is told."""
         if self.fold not in get_args(Fold):
             yield f"there is no fold {self.fold!r}; use exact or poly"
         if self.precision not in get_args(Precision):
@@ -91,7 +92,10 @@ class Request:
             yield f"`degree={self.degree}` is not supported; use 2 to {MAX_DEGREE} or none"
         if self.batch is not None and self.batch < 1:
             yield f"`batch={self.batch}` is no number of samples; give 1 or more"
-        yield from problems_of_tolerance(self.tolerance, f"{TOLERANCE:g} is usual")
+        tolerance = self.tolerance
+        if tolerance is not None and not 0 < tolerance < float("inf"):
+            yield f"`tolerance` must be more than 0, not {tolerance}; {TOLERANCE:g} is usual"
+        yield from self._problems_of_images()
 
     def _problems_of_images(self) -> Iterator[str]:
         count = len(self.images)
@@ -108,17 +112,16 @@ class Request:
     def _example_calls(self) -> list[Call]:
         """Return the user's inputs or random ones, in several numbers unless `batch` fixes it."""
         calls = example_calls(self.network, self.inputs, self.input_size)
+        first = calls[0]
         if self.batch is not None:
-            self._check_batch(calls[-1])
+            self._check_batch(first, self.batch)
             return [calls[-1].resized(self.batch)]
         if self.inputs is not None:
             # The file must do for other numbers too, where the network does
-            calls += [calls[0].resized(rows) for rows in (1, 3) if rows != calls[0].batch]
+            calls += [first.resized(rows) for rows in (1, 3) if rows != first.batch]
         return calls
 
-    def _check_batch(self, call: Call) -> None:
-        batch = self.batch
-        assert batch is not None
+    def _check_batch(self, call: Call, batch: int) -> None:
         if self.inputs is not None and call.batch != batch:
             raise UsageError(
                 f"`inputs` are {call.batch} samples, `batch` says {batch}; make them the same"
@@ -133,32 +136,17 @@ class Request:
 
     def _check_size_of_images(self) -> None:
         shapes = sorted({tuple(image.shape) for image in self.images})
-        if not shapes:
-            return
-        are_of_one_size = len(shapes) == 1
-        if are_of_one_size and self._takes(shapes[0]):
-            return
-        sizes = ("N", *self.sample)
-        expected = ", ".join(map(str, sizes))
-        got = " and ".join(map(str, shapes))
-        raise UsageError(
-            f"`calibrate` takes batches of images of one size, ({expected}); got images of {got}"
-        )
-
-    def _takes(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the captured network takes images of a shape, (C, *)."""
-        sample = self.sample
+        fitting = shapes == [self.sample]
         if self.dynamic_size:
-            return len(shape) == len(sample) and shape[:1] == sample[:1]
-        return shape == sample
-
-    @property
-    def captured(self) -> Call:
-        """The call that the network is captured with."""
-        # Of random calls the one with more samples; the user's own comes before its other sizes
-        if self.inputs is None:
-            return self.calls[-1]
-        return self.calls[0]
+            ranks_and_channels = {(len(shape), shape[:1]) for shape in (*shapes, self.sample)}
+            fitting = len(shapes) == len(ranks_and_channels) == 1
+        if shapes and not fitting:
+            sample = ", ".join(map(str, self.sample))
+            got = " and ".join(map(str, shapes))
+            raise UsageError(
+                f"`calibrate` takes batches of images of one size, (N, {sample}); got images of "
+                f"{got}"
+            )
 
     @property
     def approximates(self) -> bool:
@@ -205,12 +193,10 @@ class Request:
         calls = "given inputs"
         if self.inputs is None:
             calls = "random inputs"
-        if self.precision == "float32" and not self.approximates:
-            if self.images:
-                return f"{calls} and images"
-            return calls
-        if len(self.images) > 1:
-            return "images"
+        if self.precision != "float32" or self.approximates:
+            return "images" if len(self.images) > 1 else calls
+        if self.images:
+            return f"{calls} and images"
         return calls
 
     def _batches(self, images: Sequence[Tensor]) -> list[Call]:
@@ -221,14 +207,10 @@ class Request:
             return []
         samples = torch.stack(list(images)).to(device_of(self.network), torch.float32)
         if self.batch is None:
-            return [Call((batch,)) for batch in _in_several_sizes(samples)]
+            batches = [samples[:1], samples[1:4], *samples[4:].split(32)]
+            return [Call((batch,)) for batch in batches if len(batch)]
         batches = samples.split(self.batch)
         return [Call((batch,)) for batch in batches if len(batch) == self.batch]
-
-
-def _in_several_sizes(samples: Tensor) -> list[Tensor]:
-    batches = [samples[:1], samples[1:4], *samples[4:].split(32)]
-    return [batch for batch in batches if len(batch)]
 
 
 def warn_of_runtime(runtime: str | None) -> None:
@@ -240,9 +222,3 @@ def warn_of_runtime(runtime: str | None) -> None:
             DeprecationWarning,
             stacklevel=3,
         )
-
-
-def problems_of_tolerance(tolerance: float | None, advice: str) -> Iterator[str]:
-    """Yield what is wrong with a tolerance; nothing if it is a number above 0, or None."""
-    if tolerance is not None and not 0 < tolerance < float("inf"):
-        yield f"`tolerance` must be more than 0, not {tolerance}; {advice}"

@@ -19,7 +19,6 @@ from retrofit.export.approximation.polynomial_fit import MAX_DEGREE, LayerFuncti
 from retrofit.export.graph_nodes import shape_of
 from retrofit.export.power_operator import POWER, Replacement, Transform
 from retrofit.inputs import Call
-from retrofit.layers.inference_forms import ConstantNorm
 from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
 
 # The cost of a polynomial for each degree above 1, as a share of the exact transform's, as
@@ -31,6 +30,8 @@ _AFFINE = 1e-3
 _FEW = 8
 # Share of the tolerance that is used: the folded network rounds differently from the one tried here
 _USED_SHARE = 0.98
+# The scale of an output that is zero
+_ZERO = 1e-30
 # The squared error falls by this factor or more from one choice to the next
 _FALL = 1.25
 
@@ -67,10 +68,10 @@ def choose(
         return _of_one_degree(functions, degree)
     limit = _USED_SHARE * tolerance
     smallest = math.inf
-    expected = [(call, outputs_of(module, call)) for call in judged]
+    expected = [outputs_of(module, call) for call in judged]
     options = _options(module, functions, fitted or judged)
     for fits in allocations(options):
-        difference = _largest_difference(module, fits, expected, limit)
+        difference = _largest_difference(module, fits, judged, expected, limit)
         if difference <= limit:
             return fits
         smallest = min(smallest, difference)
@@ -158,52 +159,32 @@ def _modules_instead(
     instead: dict[Node, nn.Module] = {}
     for node, fit in fits.items():
         transform = Transform.of(module, node)
-        instead[node] = _form_of(fit, transform)
+        instead[node] = fit.module(transform.sign)
         if fit.has_activation and transform.relu is not None:
             instead[transform.relu] = nn.Identity()
     return instead
 
 
-def _form_of(fit: Replacement, transform: Transform) -> nn.Module:
-    """Return a fit as a module that takes what the transform takes."""
-    scale = transform.sign * fit.scale
-    norm = ConstantNorm(torch.zeros_like(scale), scale, fit.shift)
-    return nn.Sequential(norm, *fit.parts)
-
-
 def _largest_difference(
     module: fx.GraphModule,
     fits: Mapping[Node, Replacement],
-    expected: Sequence[tuple[Call, list[Tensor]]],
+    calls: Sequence[Call],
+    expected: Sequence[list[Tensor]],
     limit: float,
 ) -> float:
     """Return the largest difference of an output, as a share of its scale over all calls; calls
     after the first beyond the limit are not run.
     """
-    scales = _scales_of([tensors for _, tensors in expected])
+    by_output = zip(*expected, strict=True)
+    scales = [max(map(scale_of, tensors)) for tensors in by_output]
     largest = 0.0
-    for call, tensors in expected:
-        outputs = outputs_of(module, call, fits)
-        gaps = map(largest_gap, tensors, outputs)
-        shares = map(_share, gaps, scales)
-        largest = max(largest, *shares)
+    for call, tensors in zip(calls, expected, strict=True):
+        gaps = map(largest_gap, tensors, outputs_of(module, call, fits))
+        for gap, scale in zip(gaps, scales, strict=True):
+            largest = max(largest, gap / (scale or _ZERO))
         if largest > limit:
             break
     return largest
-
-
-def _scales_of(calls: Sequence[list[Tensor]]) -> list[float]:
-    """Return the scale of each output over all calls."""
-    by_output = zip(*calls, strict=True)
-    return [max(map(scale_of, tensors)) for tensors in by_output]
-
-
-def _share(gap: float, scale: float) -> float:
-    if gap == 0:
-        return 0.0
-    if scale:
-        return gap / scale
-    return math.inf
 
 
 class Candidate(NamedTuple):
@@ -225,27 +206,20 @@ def _options(
     expected = outputs_of(module, call)
     options = {}
     for node, function in functions.items():
-        fits = _fits_of_all_degrees(function)
+        fitter = PolynomialFitter(function)
+        fits = [function.affine(), *map(fitter.fit, range(2, MAX_DEGREE + 1))]
         changed = outputs_of(module, call, {node: fits[1]})
+        # What a unit of error does to the output
         harm = _squared_change(expected, changed) / max(fits[1].rms_error ** 2, 1e-30)
-        options[node] = _candidates(fits, math.prod(shape_of(node)[1:]), harm)
+        elements = math.prod(shape_of(node)[1:])
+        options[node] = [_candidate(fit, elements, harm) for fit in fits]
+        options[node].append(Candidate(None, elements, 0.0))
     return options
 
 
-def _fits_of_all_degrees(function: LayerFunction) -> list[Replacement]:
-    fitter = PolynomialFitter(function)
-    degrees = range(2, MAX_DEGREE + 1)
-    return [function.affine(), *(fitter.fit(degree) for degree in degrees)]
-
-
-def _candidates(fits: Sequence[Replacement], elements: int, harm: float) -> list[Candidate]:
-    """Return fits with their costs and errors, and the exact transform; a unit of error does `harm`
-    to the output.
-    """
-    costs = [elements * _COST_OF_DEGREE * (fit.degree - 1) for fit in fits]
-    errors = [harm * fit.rms_error**2 for fit in fits]
-    candidates = list(map(Candidate, fits, costs, errors))
-    return [*candidates, Candidate(None, elements, 0.0)]
+def _candidate(fit: Replacement, elements: int, harm: float) -> Candidate:
+    cost = elements * _COST_OF_DEGREE * (fit.degree - 1)
+    return Candidate(fit, cost, harm * fit.rms_error**2)
 
 
 def _squared_change(expected: Sequence[Tensor], changed: Sequence[Tensor]) -> float:

@@ -90,7 +90,9 @@ class LayerFunction:
 
     def measured(self, fit: Replacement) -> Replacement:
         """Return a fit with its errors."""
-        values = fit(self.h)
+        # In the precision of a folded network
+        samples = self.h.T.float()
+        values = fit.module()(samples).T.to(self.h)
         if not fit.has_activation:
             values = self.limited(values)
         error = (values - self.values) / self.scale
@@ -198,7 +200,8 @@ class PolynomialFitter:
         values.
         """
         weight = self.function.weight
-        p = self._limited_input(scale, shift)
+        h = torch.addcmul(shift[:, None], self.function.h, scale[:, None])
+        p = h.clamp(self.limit, 1.0)
         power = p
         powers = []
         products = []
@@ -207,7 +210,3 @@ class PolynomialFitter:
             products.append((power * self.function.values) @ weight)
             power = power * p
         return torch.stack(powers, 1), torch.stack(products, 1)
-
-    def _limited_input(self, scale: Tensor, shift: Tensor) -> Tensor:
-        h = torch.addcmul(shift[:, None], self.function.h, scale[:, None])
-        return h.clamp(self.limit, 1.0)

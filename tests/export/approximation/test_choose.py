@@ -38,11 +38,11 @@ class Folded:  # a network folded with approximations
     def __init__(self, model: nn.Module, images: list[Tensor], **how: Any) -> None:
         calls = [Call((batch,)) for batch in images]
         program = capture(model, calls[0])
-        self.model, self.layers = program.module, program.layers
-        fits = choose(self.model, how.get("degree"), how.get("tolerance", 0.05), calls, calls)
-        self.judged = [outputs_of(self.model, call, fits) for call in calls]
+        fits = choose(program.module, how.get("degree"), how.get("tolerance", 0.05), calls, calls)
+        self.judged = [outputs_of(program.module, call, fits) for call in calls]
         self.fits = {layer_of(node): fit for node, fit in fits.items()}
         fold_program(program, fits)
+        self.model, self.layers = program.module, program.layers
         self.degrees = [
             self.fits[name].degree if name in self.fits else 9 for name in self.layers
         ]  # 9: exact
