@@ -9,7 +9,7 @@ manifest.
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +29,7 @@ from retrofit.networks.identify import identify
 from retrofit.networks.manifest import KEY, SCHEMA, Manifest, damaged, is_artifact, seal
 from retrofit.networks.own_networks import class_source
 from retrofit.networks.rebuild import bounded_by, check_numbers, rebuilt, skeleton
-from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs, type_problem
+from retrofit.networks.sampled_outputs import SampledOutputs, sample_outputs
 from retrofit.networks.state_tensors import (
     checksum,
     fill,
@@ -140,7 +140,7 @@ def save(
     Raises:
         RetrofitError: If the library does not build this network (the message names the first
             difference), its layers differ in strength because part of a state was loaded into it,
-            it mixes types that it does not run with, or the file cannot be written.
+            or the file cannot be written.
         UsageError: If `model_kwargs` has no `source`, or `labels` are not one per output.
     """
     ensure_writable(path, force)
@@ -157,14 +157,17 @@ def save(
     tensors = tensors_to_write(model, structure)
     preprocess = preprocess or record.preprocess or preprocess_of(model, origin)
     outputs = sample_outputs(model, preprocess.input_size)
-    if not outputs.not_checked:
-        _refuse_mixed_types(model, outputs)
-        if structure is not model:
-            _check_rebuilt(origin, plans, tensors, outputs)
+    if structure is not model:
+        _check_rebuilt(origin, plans, tensors, outputs)
+    steps = [plan.to_dict() for plan in plans]
+    # The last conversion counts.
+    last = [{"to": None, "layers": []}, *steps][-1]
+    libraries = ("torch", "timm", "torchvision")
     values = {
         "schema": SCHEMA,
         "model": asdict(origin),
-        **_conversion_values(plans),
+        "conversion": {"to": last["to"], "steps": steps},
+        "layers": last["layers"],
         "preprocess": preprocess.to_dict(),
         "labels": _labels_of(model, labels, outputs),
         "weights": dict(weights or record.weights or UNKNOWN_WEIGHTS),
@@ -172,7 +175,7 @@ def save(
         "training": training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
-        "versions": {"retrofit": __version__, **_versions()},
+        "versions": {"retrofit": __version__, **{name: version(name) for name in libraries}},
     }
     metadata = {"format": "pt", KEY: seal(values)}
     with atomic_write(path, force) as temporary:
@@ -183,25 +186,6 @@ def save(
             raise RetrofitError(
                 f"cannot write {path} ({why}); free space or choose another place"
             ) from error
-
-
-def _conversion_values(plans: Sequence[surgery.Plan]) -> dict[str, Any]:
-    """Return what the manifest says of a network's conversions; the last one counts."""
-    if not plans:
-        return {"conversion": {"to": None, "steps": []}, "layers": []}
-    steps = [plan.to_dict() for plan in plans]
-    conversion = {"to": plans[-1].to, "steps": steps}
-    return {"conversion": conversion, "layers": steps[-1]["layers"]}
-
-
-def _refuse_mixed_types(model: nn.Module, outputs: SampledOutputs) -> None:
-    problem = type_problem(model, outputs.size)
-    if problem:
-        raise RetrofitError(f"{problem}; give its tensors one type, with `.float()` say")
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "timm", "torchvision")}
 
 
 def _known_source(
@@ -239,18 +223,11 @@ def _labels_of(
     model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs
 ) -> list[str] | None:
     """Return the names of a network's outputs, `labels` or those recorded, if they fit."""
-    recorded = record_of(model).labels
-    names = labels
-    if labels is None:
-        names = recorded
-    if names is None:
-        return None
-    classes = outputs.classes
-    if classes is None:
-        classes = getattr(model, "num_classes", None)
-    if not isinstance(classes, int) or classes in (0, len(names)):
-        return list(names)
-    if labels is not None:
+    names = list(labels or record_of(model).labels or [])
+    classes = outputs.classes or getattr(model, "num_classes", None)
+    if classes in (None, 0, len(names)):
+        return names or None
+    if labels:
         raise UsageError(
             f"{plural(len(names), 'label')} for {plural(classes, 'output')}; pass as many `labels`"
         )
@@ -305,22 +282,29 @@ def opened(
     manifest = Manifest.read(path)
     source = manifest.source
     plans = manifest.plans
+    kept: AbstractContextManager[Any] = nullcontext()
     if into is not None:
         into = unwrapped(into)
-        _check_target(into)
+        if record_of(into).plans:
+            raise RetrofitError(
+                "the network to load into is converted already; pass it as it was before that"
+            )
         plans = surgery.unrepeated(plans, into)
+        kept = unchanged_on_failure(into, find_norms(into))
         if source.library == "own":
             source = record_of(into).source or class_source(into)
     elif source.library == "own":
         raise UsageError(f"{path} holds a network of one's own, {printable(source, 100)}; {advice}")
     tensors = _read_tensors(path, manifest)
-    with nullcontext() if into is None else unchanged_on_failure(into, find_norms(into)):
-        model = _restored(path, manifest, plans, tensors, into)
-        problem = _not_as_saved(model, manifest)
-        if problem:
-            raise RetrofitError(
-                f"{path} does not come back as it was saved with {_made_with(manifest)}: {problem}"
-            )
+    try:
+        with kept:
+            model = _restored(manifest, plans, tensors, into)
+    # A plan of other making may ask the layers for anything.
+    except Exception as error:
+        raise RetrofitError(
+            f"{path} does not come back as it was saved, with {_made_with(manifest)}: "
+            f"{one_line(error, 300)}; install that version, or check what it is loaded into"
+        ) from error
     set_record(
         model,
         source=source,
@@ -329,18 +313,6 @@ def opened(
         weights=manifest.weights,
     )
     return model, manifest
-
-
-def _check_target(model: nn.Module) -> None:
-    """Refuse a network that an artifact cannot be loaded into."""
-    if record_of(model).plans:
-        raise RetrofitError(
-            "the network to load into is converted already; pass it as it was before that"
-        )
-    if any(tensor.is_meta for tensor in state_tensors(model).values()):
-        raise RetrofitError(
-            "the network to load into is on the meta device, without memory; build it on the CPU"
-        )
 
 
 def _read_tensors(path: str | Path, manifest: Manifest) -> dict[str, Tensor]:
@@ -360,57 +332,35 @@ def _read_tensors(path: str | Path, manifest: Manifest) -> dict[str, Tensor]:
 
 
 def _restored(
-    path: str | Path,
     manifest: Manifest,
     plans: Sequence[surgery.Plan],
     tensors: Mapping[str, Tensor],
     into: nn.Module | None,
 ) -> nn.Module:
-    """Build an artifact's network, or convert the one to load `into` by `plans`, and fill it."""
-    problem = ""
-    try:
-        options = [[row.options for row in (*plan.layers, *plan.edits)] for plan in plans]
-        check_numbers([manifest.source.kwargs, options], tensors)
-        with bounded_by(tensors):
-            if into is None:
-                model = skeleton(manifest.source, plans)
-            else:
-                model = surgery.replay(into, plans)
-        problem = misfit(state_tensors(model), under_all_names(model, tensors))
-        if not problem:
-            # The skeleton may be on the meta device.
-            if into is None:
-                model = rebuilt(manifest.source, plans)
-            fill(model, tensors)
-            set_training_settings(model, manifest.training)
-    # A plan of other making may ask the layers for anything.
-    except Exception as error:
-        raise RetrofitError(
-            f"{path} cannot be rebuilt with {_made_with(manifest)}: {one_line(error)}"
-        ) from error
+    """Build an artifact's network, or convert the one to load `into` by `plans`, and fill it.
+
+    Raises:
+        RetrofitError: If the tensors do not fit it, or its outputs are not those that it had.
+    """
+    options = [[row.options for row in (*plan.layers, *plan.edits)] for plan in plans]
+    check_numbers([manifest.source.kwargs, options], tensors)
+    with bounded_by(tensors):
+        if into is None:
+            model = skeleton(manifest.source, plans)
+        else:
+            model = surgery.replay(into, plans)
+    problem = misfit(state_tensors(model), under_all_names(model, tensors))
     if problem:
-        raise RetrofitError(
-            f"the tensors of {path} do not fit the network in its manifest: {problem}; write it "
-            "again, or check what it is loaded into"
-        )
+        raise RetrofitError(f"the tensors do not fit the network in the manifest: {problem}")
+    # The skeleton may be on the meta device.
+    if into is None:
+        model = rebuilt(manifest.source, plans)
+    fill(model, tensors)
+    set_training_settings(model, manifest.training)
+    problem = manifest.outputs.difference(model)
+    if problem:
+        raise RetrofitError(problem)
     return model
-
-
-def _not_as_saved(model: nn.Module, manifest: Manifest) -> str:
-    """Say how a network that was built again is not the one that was saved; empty if it is."""
-    outputs = manifest.outputs
-    if not outputs.not_checked:
-        return outputs.difference(model) or type_problem(model, outputs.size)
-    # Without a checksum of the manifest, anybody may have written that the network was not run.
-    if (
-        not manifest.sealed
-        and not sample_outputs(model, manifest.preprocess.input_size).not_checked
-    ):
-        return (
-            f"the file says that it could not be run ({printable(outputs.not_checked, 100)}), "
-            "and it runs"
-        )
-    return ""
 
 
 def _made_with(manifest: Manifest) -> str:

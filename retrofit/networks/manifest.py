@@ -17,7 +17,7 @@ from retrofit.errors import RetrofitError
 from retrofit.networks.sampled_outputs import SampledOutputs
 from retrofit.record import ModelSource, Preprocess
 from retrofit.utils.files import ensure_readable
-from retrofit.utils.text import one_line, printable
+from retrofit.utils.text import one_line, printable, with_class
 
 SCHEMA = 1
 KEY = "retrofit"
@@ -41,7 +41,6 @@ class Manifest:
         training: By layer, momentum and noise; nothing of the run that trained it.
         checksum: Of the tensors.
         outputs: What the network answered when it was saved.
-        sealed: Whether a checksum covers the manifest itself.
     """
 
     source: ModelSource
@@ -53,7 +52,6 @@ class Manifest:
     training: dict[str, dict[str, Any]]
     checksum: str
     outputs: SampledOutputs
-    sealed: bool
 
     @classmethod
     def read(cls, path: str | Path) -> "Manifest":
@@ -63,34 +61,30 @@ class Manifest:
             RetrofitError: As for `read_manifest`, or if the manifest is malformed or was changed.
         """
         values = read_manifest(path)
-        sealed = _SEAL in values
-        if sealed and values[_SEAL] != _digest(values):
+        digest = _digest(values)
+        if values.get(_SEAL, digest) != digest:
             raise RetrofitError(
                 f"the manifest of {path} was changed after it was saved: it does not match its "
                 "checksum; write or fetch it again (to change labels or preprocessing, load the "
                 "network and save it with others)"
             )
         try:
-            return cls._of(values, sealed)
+            labels = values["labels"]
+            if labels is not None:
+                labels = [str(label) for label in labels]
+            return cls(
+                source=ModelSource.from_dict(values["model"]),
+                plans=[surgery.Plan.from_dict(step) for step in values["conversion"]["steps"]],
+                preprocess=Preprocess.from_dict(values["preprocess"]),
+                labels=labels,
+                weights=dict(values["weights"]),
+                versions=dict(values["versions"]),
+                training={str(name): dict(row) for name, row in values["training"].items()},
+                checksum=str(values["checksum"]),
+                outputs=SampledOutputs.from_dict(values["sampled_outputs"]),
+            )
         except _MALFORMED as error:
             raise damaged(path, f"its manifest is malformed: {one_line(error)}") from error
-
-    @classmethod
-    def _of(cls, values: Mapping[str, Any], sealed: bool) -> "Manifest":
-        source = ModelSource.from_dict(values["model"])
-        labels = values["labels"]
-        return cls(
-            source=source,
-            plans=[surgery.Plan.from_dict(step) for step in values["conversion"]["steps"]],
-            preprocess=Preprocess.from_dict(values["preprocess"]),
-            labels=labels if labels is None else [str(label) for label in labels],
-            weights=dict(values["weights"]),
-            versions=dict(values["versions"]),
-            training={str(name): dict(row) for name, row in values["training"].items()},
-            checksum=str(values["checksum"]),
-            outputs=SampledOutputs.from_dict(values["sampled_outputs"]),
-            sealed=sealed,
-        )
 
     @property
     def not_checked(self) -> str:
@@ -124,24 +118,20 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     file = ensure_readable(path, "artifact", advice=advice)
     try:
         text = _manifest_text(file)
-    except (SafetensorError, OSError) as error:
-        raise damaged(path, one_line(error)) from error
-    if text is None:
-        raise RetrofitError(
-            f"{path} is a plain checkpoint, which holds no network; give the network's name, and "
-            f"`checkpoint='{path}'` (in Python build the network and call its load_state_dict)"
-        )
-    try:
+        if text is None:
+            raise RetrofitError(
+                f"{path} is a plain checkpoint, which holds no network; give the network's name, "
+                f"and `checkpoint='{path}'` (in Python build the network and call its "
+                "load_state_dict)"
+            )
         values = dict(json.loads(text))
         schema = values["schema"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(path, "its manifest is not readable") from error
-    version = f"schema {printable(schema, 40)}"
-    if type(schema) is not int or schema < 1:
-        raise damaged(path, f"its manifest has {version}")
-    if schema > SCHEMA:
+    except (SafetensorError, OSError, *_MALFORMED) as error:
+        raise damaged(path, with_class(error)) from error
+    if schema != SCHEMA:
         raise RetrofitError(
-            f"{path} has {version}, this retrofit reads up to {SCHEMA}; upgrade retrofit"
+            f"{path} has schema {printable(schema, 40)}, this retrofit reads {SCHEMA}; upgrade "
+            "retrofit"
         )
     return values
 

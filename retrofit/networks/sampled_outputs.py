@@ -7,7 +7,7 @@ float32, by far less than `TOLERANCE`.
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from retrofit.inputs import Call, input_shapes, takes_image_list
 from retrofit.record import check_size
-from retrofit.utils.forward_pass import autocast, hooked, placement_of, undisturbed
+from retrofit.utils.forward_pass import hooked, undisturbed
 from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import printable, with_class
 
@@ -52,20 +52,17 @@ class Sample:
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
             flat = tensor.detach().flatten()
-            largest = float(flat.abs().max())
-            if math.isfinite(largest):
-                scale = max(scale, largest)
-                count = min(_SAMPLES, flat.numel())
-                positions = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
-                samples += [_rounded(number) for number in flat[positions].tolist()]
-        return cls(_rounded(scale), samples)
+            if flat.isfinite().all():
+                scale = max(scale, float(flat.abs().max()))
+                count = min(_SAMPLES, len(flat))
+                positions = torch.linspace(0, len(flat) - 1, count, dtype=torch.float64).long()
+                samples += flat[positions].tolist()
+        return cls(scale, samples)
 
     def share(self, other: "Sample") -> float:
         """Return the largest difference from another sample as a share of the scale."""
         gaps = [abs(a - b) for a, b in zip(self.samples, other.samples, strict=True)]
-        if self.scale:
-            return max(gaps, default=0.0) / self.scale
-        return float(any(gaps))
+        return max(gaps) / (self.scale or 1e-30)
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,11 @@ class SampledOutputs:
         return cls(tuple(values["size"]), values["classes"], rows)
 
     def difference(self, model: nn.Module) -> str:
-        """Say where a network's outputs differ most from these by more than rounding; empty if they
-        do not.
+        """Say where a network's outputs begin to differ from these by more than rounding; empty if
+        they do not, or there are none.
         """
+        if self.not_checked:
+            return ""
         if not is_small(model, self.size):
             return (
                 "its manifest asks for a run of a large network on images of "
@@ -120,20 +119,16 @@ class SampledOutputs:
         others = sample_outputs_at(model, self.size, self.values)
         if others.not_checked:
             return others.not_checked
-        shares: dict[str, float] = {}
         for name, sample in self.values.items():
-            label = name or "the network"
+            output = f"the output of {printable(name, 64) or 'the network'}"
             other = others.values.get(name)
             if other is None or len(other.samples) != len(sample.samples):
-                return (
-                    f"the output of {label} has another shape, or other values that are not finite"
-                )
-            shares[label] = sample.share(other)
-        # A share that is not a number is larger than any.
-        worst = max(shares, key=lambda label: (math.isnan(shares[label]), shares[label]))
-        if shares[worst] <= TOLERANCE:
-            return ""
-        return f"the output of {worst} differs by {shares[worst]:.2g} of its scale"
+                return f"{output} has another shape, or other values that are not finite"
+            share = sample.share(other)
+            # A share that is not a number is larger than any.
+            if not share <= TOLERANCE:
+                return f"{output} differs by {share:.2g} of its scale"
+        return ""
 
 
 def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
@@ -154,8 +149,7 @@ def sample_outputs(model: nn.Module, own_size: Sequence[int]) -> SampledOutputs:
 def sample_outputs_at(
     model: nn.Module, size: Sequence[int], layers: Collection[str] | None = None
 ) -> SampledOutputs:
-    """Run a network on an image of `size`, (C, H, W), on the CPU, in float64 if it is all of that,
-    else in float32.
+    """Run a network on an image of `size`, (C, H, W), on the CPU in float32.
 
     The outputs of `layers` are sampled, or of some layers if None. The network is left as it was.
     Only the backbone of a detector is run: it sorts its boxes, and rounding may swap two.
@@ -188,34 +182,6 @@ def sample_outputs_at(
     return SampledOutputs(tuple(size), classes, values)
 
 
-def type_problem(model: nn.Module, size: Sequence[int]) -> str:
-    """Say with which types a network cannot run because it mixes float64 with others; empty if it
-    runs.
-
-    Sampled outputs do not show this: they are those of a copy in one type. Autocast, which lets
-    other types be mixed, casts no float64. So the network is run as it is, on an image of `size`,
-    (C, H, W).
-    """
-    names = {
-        tensor.dtype: name
-        for name, tensor in _named_tensors(model)
-        if tensor.is_floating_point() and tensor.ndim
-    }
-    if torch.float64 not in names or len(names) == 1:
-        return ""
-    device, _ = placement_of(model)
-    for dtype in (None, torch.bfloat16):
-        try:
-            with undisturbed(model), autocast(device, dtype):
-                _image_call(model, size).to(*placement_of(model)).on(model)
-            return ""
-        # Anything may come out of a network's own code.
-        except Exception as error:
-            refusal = with_class(error, 100)
-    kinds = " and ".join(f"{dtype} ({name})" for dtype, name in names.items())
-    return f"its tensors are {kinds}, with which it does not run: {refusal}".replace("torch.", "")
-
-
 def is_small(model: nn.Module, size: Sequence[int]) -> bool:
     """Whether a network costs little on an image: a second or so, if no parameter is used more than
     once a pixel.
@@ -224,10 +190,6 @@ def is_small(model: nn.Module, size: Sequence[int]) -> bool:
         return False
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return parameters * math.prod(size[1:]) < _PRODUCTS
-
-
-def _named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
 
 
 def _halved(size: tuple[int, ...]) -> tuple[int, ...]:
@@ -245,8 +207,7 @@ def _half(side: int) -> int:
 def _image_call(model: nn.Module, size: Sequence[int]) -> Call:
     """Return a call of a network, or of a detector's backbone, with an image of `size`."""
     shapes = input_shapes(model, tuple(size), 1)
-    _, dtype = placement_of(model)
-    images = [_image(shape).to(dtype) for shape in shapes]
+    images = [_image(shape) for shape in shapes]
     stage = ""
     if "backbone" in model._modules and takes_image_list(model, size[0]):
         stage = "backbone"
@@ -267,34 +228,22 @@ def _sampled_layers(model: nn.Module, layers: Collection[str] | None) -> list[st
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
-    """Return a network that computes on the CPU in float32 or float64: this one, or a copy."""
-    wide = _wide_type(model)
+    """Return a network that computes on the CPU in float32: this one, or a copy."""
     # By accelerate, for mixed precision.
     wrapped = "_original_forward" in vars(model)
-    if not wrapped and _lies_on_cpu(model, wide):
+    elsewhere = [
+        tensor
+        for tensor in chain(model.parameters(), model.buffers())
+        if tensor.device.type != "cpu"
+        or (tensor.is_floating_point() and tensor.dtype != torch.float32)
+    ]
+    if not wrapped and not elsewhere:
         return model
     model = copy.deepcopy(model)
     if wrapped:
         for name in ("forward", "_original_forward"):
             vars(model).pop(name, None)
-    return model.to("cpu", wide)
-
-
-def _wide_type(model: nn.Module) -> torch.dtype:
-    """Return float64 for a network that is all of that, float32 for others."""
-    if _floating_types(model) == {torch.float64}:
-        return torch.float64
-    return torch.float32
-
-
-def _floating_types(model: nn.Module) -> set[torch.dtype]:
-    tensors = [tensor for _, tensor in _named_tensors(model)]
-    return {tensor.dtype for tensor in tensors if tensor.is_floating_point() and tensor.ndim}
-
-
-def _lies_on_cpu(model: nn.Module, dtype: torch.dtype) -> bool:
-    on_cpu = all(tensor.device.type == "cpu" for _, tensor in _named_tensors(model))
-    return on_cpu and _floating_types(model) <= {dtype}
+    return model.to("cpu", torch.float32)
 
 
 def _image(shape: tuple[int, ...]) -> Tensor:
@@ -303,7 +252,3 @@ def _image(shape: tuple[int, ...]) -> Tensor:
     mixed = (mixed ^ mixed >> 15) * 2246822519 & 0xFFFFFFFF
     mixed = mixed ^ mixed >> 13
     return (mixed.double() / 2**31 - 1).mul_(3**0.5).float().reshape(shape)
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.7g}")
