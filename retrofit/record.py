@@ -122,8 +122,8 @@ class Preprocess:
                 raise UsageError(f"no images have {name} {value}; mend the preprocessing")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+        """Return the attributes by name."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Preprocess":

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import get_model_builder, list_models
 
 from retrofit.errors import RetrofitError
@@ -58,22 +57,17 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
     candidates = _torchvision_sources(model)
     if known is not None:
         candidates = iter([known])
-    misses: list[_Miss] = []
+    misses: list[_Attempt] = []
     for candidate in candidates:
         if candidate.library == "own" and candidate.name not in own_networks.named_builders:
             return candidate, model
-        attempt = _compared(model, candidate)
-        if not isinstance(attempt, _Miss):
-            return attempt
-        misses.append(attempt)
-        for other in attempt.others:
-            attempt = _compared(model, other)
-            if not isinstance(attempt, _Miss):
-                return attempt
+        for attempt in _attempts(model, candidate):
+            if attempt.built is not None:
+                return attempt.source, attempt.built
             misses.append(attempt)
     if not misses:
         return own_networks.class_source(model), model
-    nearest = min(misses, key=attrgetter("tensors"))
+    nearest = min(misses, key=lambda miss: len(miss.unlike))
     raise RetrofitError(
         f"this network is not the one that the library builds: {nearest.problem}; say which it is "
         "with `save(source=NAME, model_kwargs=ARGUMENTS)`, or save it with `save(source='own')`"
@@ -81,38 +75,58 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
 
 
 @dataclass(frozen=True)
-class _Miss:
-    """A source that builds another network.
+class _Attempt:
+    """What came of building a source.
 
     Attributes:
-        tensors: How many tensors differ.
-        problem: What differs.
-        others: The source with other numbers of classes, which may build the network.
+        source: What was built.
+        built: Its skeleton; None if that is another network.
+        problem: What differs then.
+        unlike: The names of the tensors that differ.
     """
 
-    tensors: int
-    problem: str
-    others: tuple[ModelSource, ...] = ()
+    source: ModelSource
+    built: nn.Module | None = None
+    problem: str = ""
+    unlike: frozenset[str] = frozenset()
 
 
-def _compared(model: nn.Module, source: ModelSource) -> tuple[ModelSource, nn.Module] | _Miss:
+def _attempts(model: nn.Module, source: ModelSource) -> Iterator[_Attempt]:
+    """Compare a network with a source; then, if tensors differ, with other numbers of classes: the
+    one that the network states, and, if they are few, the lengths of these tensors.
+    """
+    first = _compared(model, source)
+    yield first
+    if not first.unlike:
+        return
+    ours = state_tensors(model)
+    sizes = {len(ours[name]) for name in first.unlike if name in ours and ours[name].ndim}
+    numbers = [getattr(model, "num_classes", None)]
+    if len(sizes) <= _SIZES:
+        numbers += sorted(sizes)
+    for number in dict.fromkeys(numbers):
+        if isinstance(number, int) and number != source.kwargs.get("num_classes"):
+            kwargs = {**source.kwargs, "num_classes": number}
+            yield _compared(model, replace(source, kwargs=kwargs))
+
+
+def _compared(model: nn.Module, source: ModelSource) -> _Attempt:
     """Build a source's skeleton and compare it with a network."""
     ours = state_tensors(model)
     try:
         built = skeleton(source, plans_of(model))
     except RetrofitError as error:
-        return _Miss(len(ours), str(error))
+        return _Attempt(source, problem=str(error), unlike=frozenset(ours))
     theirs = state_tensors(built)
     alike = {name for name in ours.keys() & theirs.keys() if ours[name].shape == theirs[name].shape}
     unlike = (ours.keys() | theirs.keys()) - alike
     if unlike:
         problem = f"of the tensors of {source} here are {misfit(wanted=theirs, given=ours)}"
-        others = _other_classes(source, model, [ours[name] for name in unlike if name in ours])
-        return _Miss(len(unlike), problem, others)
+        return _Attempt(source, problem=problem, unlike=frozenset(unlike))
     problem = _module_difference(model, built, source)
     if problem:
-        return _Miss(0, problem)
-    return source, built
+        return _Attempt(source, problem=problem)
+    return _Attempt(source, built)
 
 
 def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
@@ -122,15 +136,13 @@ def _torchvision_sources(model: nn.Module) -> Iterator[ModelSource]:
     home = type(model).__module__
     if not home.startswith("torchvision."):
         return
-    package = home.rpartition(".")[0]
     builders = {name: get_model_builder(name) for name in list_models()}
     homes = {name: builder.__module__ for name, builder in builders.items()}
     # A builder's file imports the class that it builds. Trying all builders takes 15 seconds.
     names = [
         name
         for name in builders
-        if homes[name].startswith(package)
-        and getattr(sys.modules[homes[name]], type(model).__name__, None) is type(model)
+        if getattr(sys.modules[homes[name]], type(model).__name__, None) is type(model)
     ]
     names.sort(key=lambda name: homes[name] != home)
     for name in names:
@@ -149,45 +161,22 @@ def _structures_of(builder: Callable[..., Any]) -> Iterator[dict[str, Any]]:
         yield dict(itertools.compress(present, chosen))
 
 
-def _other_classes(
-    source: ModelSource, model: nn.Module, unlike: list[Tensor]
-) -> tuple[ModelSource, ...]:
-    """Return a source with other numbers of classes: the one that the network states, and, if they
-    are few, the lengths of the tensors that differ.
-    """
-    sizes = sorted({len(tensor) for tensor in unlike if tensor.ndim})
-    numbers = [getattr(model, "num_classes", None)]
-    if len(sizes) <= _SIZES:
-        numbers += sizes
-    return tuple(
-        replace(source, kwargs={**source.kwargs, "num_classes": number})
-        for number in dict.fromkeys(numbers)
-        if isinstance(number, int) and number != source.kwargs.get("num_classes")
-    )
-
-
 def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) -> str:
     """Name the first thing in which a network differs from what its library builds; empty if there
     is none.
 
-    Names and classes of modules are compared, and attributes that are numbers, strings or lists of
-    them. An attribute that only one of the two has does not count: it is a note, or depends on the
-    library's version.
+    Names, classes and plain attributes of modules are compared. An attribute that only one of the
+    two has does not count: it is a note, or depends on the library's version.
     """
     ours = dict(model.named_modules())
     theirs = dict(built.named_modules())
     for name in dict.fromkeys((*ours, *theirs)):
-        label = printable(name, 64) or "the network"
-        our_class = _kind(ours.get(name))
-        their_class = _kind(theirs.get(name))
-        if our_class != their_class:
-            return f"{label} is {our_class} here, {their_class} in {source}"
-        if _has_forward(ours[name]) and not _has_forward(theirs[name]):
-            return f"{label} has a forward of its own here, none in {source}"
-        for key in _compared_attributes(ours[name], theirs[name]):
-            our_value = vars(ours[name])[key]
-            their_value = vars(theirs[name])[key]
-            if _differ(our_value, their_value):
+        our_facts = _facts(ours.get(name))
+        their_facts = _facts(theirs.get(name))
+        for key, our_value in our_facts.items():
+            their_value = their_facts.get(key, our_value)
+            if our_value != their_value:
+                label = printable(name, 64) or "the network"
                 return (
                     f"{printable(key, 64)} of {label} is {printable(our_value, 80)} here, "
                     f"{printable(their_value, 80)} in {source}"
@@ -195,44 +184,20 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
     return ""
 
 
-def _kind(module: nn.Module | None) -> str:
-    if module is None:
-        return "absent"
-    return f"a {type(module).__name__}"
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Whether somebody gave a module another forward; accelerate's keeps the first beside it."""
-    return "forward" in vars(module) and "_original_forward" not in vars(module)
-
-
-def _compared_attributes(ours: nn.Module, theirs: nn.Module) -> list[str]:
-    """Return the names of the attributes that tell what two modules compute.
+def _facts(module: nn.Module | None) -> dict[str, Any]:
+    """Return what tells what a module computes: its class, and attributes that are numbers, words
+    or lists of them.
 
     Those that stand in a buffer are compared as tensors are.
     """
-    return [
-        name
-        for name in vars(ours)
-        if name in vars(theirs)
-        and not name.startswith("_")
-        and name not in _NEUTRAL
-        and f"setting_{name}" not in ours._buffers
-    ]
-
-
-def _differ(ours: object, theirs: object) -> bool:
-    """Whether two plain values differ; what is no plain value does not count."""
-    try:
-        return bool(_plain(ours) != _plain(theirs))
-    except (TypeError, ValueError):
-        return False
-
-
-def _plain(value: object) -> Any:
-    """Return a number, a word or a list of them so that NaN is itself and a tuple is a list; else
-    raise TypeError.
-    """
-    if not isinstance(value, int | float | str | list | tuple | None):
-        raise TypeError
-    return json.loads(json.dumps(value), parse_constant=str)
+    if module is None:
+        return {"class": None}
+    facts: dict[str, Any] = {"class": type(module).__name__}
+    for name, value in vars(module).items():
+        is_neutral = name.startswith("_") or name in _NEUTRAL or isinstance(value, dict)
+        if is_neutral or f"setting_{name}" in module._buffers:
+            continue
+        # What is no JSON value does not count. NaN becomes a word, which is equal to itself.
+        with suppress(TypeError, ValueError):
+            facts[name] = json.loads(json.dumps(value), parse_constant=str)
+    return facts

@@ -27,7 +27,6 @@ _SLACK_TENSORS = 1_000
 _SLACK_ELEMENTS = 10_000_000
 # Above any size of a network that its tensors' shapes do not show, an image's side say.
 _NUMBER = 10_000
-_ITEMS = 100_000
 
 
 class TooLargeError(RetrofitError):
@@ -102,18 +101,12 @@ def check_numbers(values: Any, tensors: Mapping[str, Tensor]) -> None:
     tensors of its file.
 
     Raises:
-        TooLargeError: If a number is beyond any size that these tensors show, or there are too many
-            values.
+        TooLargeError: If a number is beyond any size that these tensors show.
     """
-    leaves = tree_leaves(values)
-    lengths = [len(leaf) for leaf in leaves if isinstance(leaf, str)]
-    if max(len(leaves), *lengths, 0) > _ITEMS:
-        raise TooLargeError("its manifest gives it more arguments than a network has")
     sizes = [size for tensor in tensors.values() for size in tensor.shape]
     largest = max(_NUMBER, 2 * max(sizes, default=0))
-    numbers = [leaf for leaf in leaves if isinstance(leaf, int | float)]
-    for leaf in numbers:
-        if math.isfinite(leaf) and abs(leaf) > largest:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, int | float) and largest < abs(leaf) < math.inf:
             raise TooLargeError(
                 f"its manifest asks for {leaf:.6g} of something, far more than its tensors show"
             )

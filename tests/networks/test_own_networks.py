@@ -156,7 +156,9 @@ def test_its_artifact_is_proved_by_building_it_again(saved: Path, tmp_path: Path
         read_manifest(tmp_path / "b.safetensors")["model"]["name"] == "tests.networks.mynet:build"
     )
     model.pool = nn.AvgPool2d(2)
-    with pytest.raises(RetrofitError, match=f"pool is a AvgPool2d here, a MaxPool2d in {NAME}"):
+    with pytest.raises(
+        RetrofitError, match=f"class of pool is AvgPool2d here, MaxPool2d in {NAME}"
+    ):
         retrofit.save(model, tmp_path / "c.safetensors")
 
 
