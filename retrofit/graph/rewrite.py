@@ -175,26 +175,17 @@ def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:
     """Return copies of a block's graphs in which the node `name` is a call of a child, each under
     the attribute that holds the graph.
     """
-    # torchvision's feature extractors have a graph for each mode.
-    modes = ("train_graph", "eval_graph")
-    by_mode = [mode for mode in modes if isinstance(getattr(block, mode, None), fx.Graph)]
-    attributes = by_mode or ["graph"]
-    graphs = {attribute: copy.deepcopy(getattr(block, attribute)) for attribute in attributes}
-    nodes = []
-    for graph in graphs.values():
-        nodes += [node for node in graph.nodes if node.name == name]
+    # torchvision's feature extractors have a graph for each mode, and the current one once more.
+    held = {key: value for key, value in vars(block).items() if isinstance(value, fx.Graph)}
+    graphs = copy.deepcopy(held)
+    nodes = {node for graph in graphs.values() for node in graph.nodes if node.name == name}
     if not nodes:
         raise RewriteError(
             f"the graph of {type(block).__name__} has no call {name}, or it is replaced already"
         )
     for node in nodes:
         _call_child(node, child)
-    if not by_mode:
-        return graphs
-    current = "eval_graph"
-    if block.training:
-        current = "train_graph"
-    graphs["graph"] = graphs.get(current, block.graph)
+    graphs["graph"] = graphs.pop("_graph")
     return graphs
 
 

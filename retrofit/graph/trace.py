@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, takewhile
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -322,42 +322,32 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """Return a method and placeholders for its required arguments.
+        """Return a method and what it is called with: placeholders for its required arguments.
 
         Optional arguments take their default and variadic ones are empty; a method that takes
         nothing else than `*inputs` gets one.
         """
-        signature = inspect.signature(root_fn)
-        bound = signature.bind_partial(self.root)
-        parameters = list(signature.parameters.values())[1:]
-        for parameter in parameters:
-            if parameter.default is parameter.empty and parameter.kind not in VARIADIC:
-                value = self.create_proxy("placeholder", parameter.name, (), {})
-                bound.arguments[parameter.name] = value
-        if parameters and all(parameter.kind in VARIADIC for parameter in parameters):
-            value = self.create_proxy("placeholder", parameters[0].name, (), {})
-            if parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
-                bound.arguments[parameters[0].name] = (value,)
+        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
+        names = _required(parameters)
+        if not names and parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
+            names = [parameters[0].name]
+        return root_fn, [
+            self.root,
+            *(self.create_proxy("placeholder", name, (), {}) for name in names),
+        ]
 
-        # A function and no `functools.partial`, whose annotations torch.fx reads up to torch 2.9.
-        def run(*args: Any) -> Any:
-            return root_fn(*args, **bound.kwargs)
 
-        return run, list(bound.args)
+def _required(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC]
 
 
 def takes_defaults(module: nn.Module, node: fx.Node) -> bool:
-    """Whether a call gives values for a module's required arguments, and no others."""
-    signature = inspect.signature(module.forward)
-    arguments = signature.bind(*node.args, **node.kwargs).arguments
-    return all(_is_default(signature.parameters[name], value) for name, value in arguments.items())
-
-
-def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
-    """Whether an argument is what a trace of its module alone passes."""
-    if parameter.default is inspect.Parameter.empty:
-        return isinstance(value, fx.Node)
-    return value is parameter.default
+    """Whether a call gives values for a module's required arguments, by position, and no others, as
+    a trace of the module alone does.
+    """
+    required = _required(inspect.signature(module.forward).parameters.values())
+    is_values = all(isinstance(argument, fx.Node) for argument in node.args)
+    return is_values and len(node.args) == len(required) and not node.kwargs
 
 
 def _question(node: fx.Node) -> str | None:
