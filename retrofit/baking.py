@@ -253,8 +253,8 @@ class _Trial:
         constants: _Constants = {}
 
         def fit(name: str, _layer: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            """Fit constants to a layer's output, and put them into its second half, that of the
-            layers baked so far.
+            """Fit constants to a layer's output. Its batch holds the images twice: the first half
+            passed the layers as they are, the second the layers baked so far, and this one now.
             """
             half = len(out) // 2
             expected = out[:half]
@@ -317,20 +317,23 @@ def _bare_copy(layer: Any) -> Any:
     bare.set_strength(0.0)
     bare.weight.fill_(1.0)
     bare.bias.zero_()
-    if layer.fused_modules():
-        bare.drop = nn.Identity()
-        bare.act = nn.Identity()
+    _take_activation(bare)
     return bare
 
 
 def _activate_by_hook(layer: Any) -> None:
     """Move the activation that a layer holds to a hook, so that others may come before it."""
+    activation = _take_activation(layer)
+    layer.register_forward_hook(lambda _layer, _args, out: activation(out))
+
+
+def _take_activation(layer: Any) -> nn.Module:
+    """Take the activation out of a layer that holds one, and return it."""
     fused = layer.fused_modules()
     if fused:
         layer.drop = nn.Identity()
         layer.act = nn.Identity()
-        activation = nn.Sequential(*fused)
-        layer.register_forward_hook(lambda _layer, _args, out: activation(out))
+    return nn.Sequential(*fused)
 
 
 def _reasons(net: nn.Module, layers: Mapping[str, Any], call: Call) -> dict[str, str]:

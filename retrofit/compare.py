@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,7 @@ _Outputs = list[list[Tensor]]
 _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
 
 
-@dataclass
-class _RecordedOutputs:
+class _RecordedOutputs(NamedTuple):
     """The outputs of a network, and those of its layers, in some calls.
 
     Attributes:
@@ -132,30 +131,29 @@ class _RecordedOutputs:
     layers: _Layers
     boxes: bool
 
-    @classmethod
-    def of(cls, model: Any, calls: Iterable[Call], layers: Iterable[str]) -> "_RecordedOutputs":
-        """Make the calls, with the named layers watched."""
-        kept: _Layers = {name: [] for name in layers}
 
-        def keep(
-            layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any
-        ) -> None:
-            # A converted layer has its source's hooks, in one table with it.
-            if called is layer and isinstance(output, Tensor):
-                kept[name].append((output.shape, _kept(_some_elements(output))))
+def _recorded(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> _RecordedOutputs:
+    """Make some calls of a network, with the named layers watched."""
+    kept: _Layers = {name: [] for name in layers}
 
-        watched = {name: model.get_submodule(name) for name in kept}
-        with hooked(
-            layer.register_forward_hook(partial(keep, layer, name))
-            for name, layer in watched.items()
-        ):
-            outputs = []
-            boxes = False
-            for call in calls:
-                answer = call.on(model)
-                outputs.append([_kept(tensor) for tensor in tensors_in(answer)])
-                boxes = boxes or holds_boxes(answer)
-        return cls(outputs, kept, boxes)
+    def keep(
+        layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any
+    ) -> None:
+        # A converted layer has its source's hooks, in one table with it.
+        if called is layer and isinstance(output, Tensor):
+            kept[name].append((output.shape, _kept(_some_elements(output))))
+
+    watched = {name: model.get_submodule(name) for name in kept}
+    outputs = []
+    boxes = False
+    with hooked(
+        layer.register_forward_hook(partial(keep, layer, name)) for name, layer in watched.items()
+    ):
+        for call in calls:
+            answer = call.on(model)
+            outputs.append([_kept(tensor) for tensor in tensors_in(answer)])
+            boxes = boxes or holds_boxes(answer)
+    return _RecordedOutputs(outputs, kept, boxes)
 
 
 def _some_elements(output: Tensor) -> Tensor:
@@ -237,10 +235,10 @@ class Reference:
     def _add(self, model: nn.Module, call: Call) -> None:
         """Keep the outputs of a call."""
         parts = [call]
-        recorded = _RecordedOutputs.of(model, parts, self._layers)
+        recorded = _recorded(model, parts, self._layers)
         if recorded.boxes:
             parts = parts_of_detector(model, call) or parts
-            recorded = _RecordedOutputs.of(model, parts, self._layers)
+            recorded = _recorded(model, parts, self._layers)
         self.calls.append(call)
         self.parts += parts
         self._outputs += recorded.outputs
@@ -302,7 +300,7 @@ class Reference:
         left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
         try:
             with left_alone, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return _RecordedOutputs.of(other, self.parts, watched)
+                return _recorded(other, self.parts, watched)
         except RetrofitError:
             raise
         except Exception as error:

@@ -14,7 +14,6 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.files import (
     acquire,
     atomic_write,
-    ensure_nameable,
     release,
     sweep,
     termination_unwinds,
@@ -67,7 +66,6 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> None:
-    ensure_nameable(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = acquire(folder / _LOCK)

@@ -18,6 +18,14 @@ from retrofit.graph.source_code import callee
 from retrofit.graph.trace import Place, call_name
 from retrofit.utils.text import shortlist
 
+# Why the activation behind a step has no norm of its own.
+_WHY_AFTER = {
+    "norm": "behind a norm, past steps that may not keep its channels together",
+    "addition": "after a residual addition",
+    "concatenation": "after a concatenation",
+    "product": "after a product",
+}
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -107,6 +115,10 @@ class Sites:
         return f"{shortlist([*self.untraced])} cannot be traced ({cause})"
 
 
+class _NotActivatedError(Exception):
+    """No activation follows a norm; the message is the reason."""
+
+
 def find_sites(
     model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
 ) -> Sites:
@@ -154,16 +166,19 @@ class _Search(Flows):
     def site(self, place: Place) -> Site:
         """Describe a norm's call, and the activation that follows it."""
         norm = place.target
-        activation, reason = self._activation_of(place)
+        activation = None
+        reason = ""
+        try:
+            activation = self._activation_of(place)
+        except _NotActivatedError as error:
+            reason = str(error)
         # A norm that holds an activation that is not known to be elementwise ends no site.
         has_unknown_activation = activation is None and _fused_activation(norm) is not None
         ends = []
         if not has_unknown_activation:
             ends = self._ends(place, activation)
-        last_before_pool = any(flow.reaches_final_pool(node) for flow, node in ends)
         calls = self.norms[place]
-        in_squeeze_excite = any(flow.in_squeeze_excite(node) for flow, node in calls)
-        places = self._places_of(norm)
+        places = [each for each in self.norms if each.target is norm]
         return Site(
             norm=self.names[norm],
             owner_type=type(place.owner).__name__,
@@ -171,22 +186,21 @@ class _Search(Flows):
             call_count=len(places),
             activation=activation,
             reason=reason,
-            last_before_pool=last_before_pool,
-            in_squeeze_excite=in_squeeze_excite,
+            last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
+            in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in calls),
         )
 
-    def _places_of(self, norm: Any) -> list[Place]:
-        return [place for place in self.norms if place.target is norm]
-
-    def _activation_of(self, place: Place) -> tuple[Activation | None, str]:
-        """The activation inside a norm or behind its call, or why there is none."""
+    def _activation_of(self, place: Place) -> Activation:
+        """The activation inside a norm or behind its call."""
         fused = _fused_activation(place.target)
         if fused is None:
             return self._activation_behind(place)
         if fused in self.activations:
             name = f"{self.names[place.target]}.act".lstrip(".")
-            return Activation("fused", name, fused), ""
-        return None, f"its own activation, {type(fused).__name__}, is not known to be elementwise"
+            return Activation("fused", name, fused)
+        raise _NotActivatedError(
+            f"its own activation, {type(fused).__name__}, is not known to be elementwise"
+        )
 
     def _ends(self, norm_place: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:
         """The calls that end a site: of the activation behind the norm; of the norm itself, if it
@@ -197,22 +211,18 @@ class _Search(Flows):
         calls = self.acts[activation.place]
         return [call for call in calls if _norm_place_before(*call) == norm_place]
 
-    def _activation_behind(self, norm_place: Place) -> tuple[Activation | None, str]:
-        """The activation that directly follows a norm on every call, or why there is none."""
-        answers = {self._act_place_behind(*call) for call in self.norms[norm_place]}
+    def _activation_behind(self, norm_place: Place) -> Activation:
+        """The activation that directly follows a norm on every call."""
+        answers = {_act_place_behind(*call) for call in self.norms[norm_place]}
         if len(answers) > 1:
-            return None, "followed by different layers on different calls"
-        act_place, channel_dim, reason = answers.pop()
-        if act_place is None:
-            return None, reason
+            raise _NotActivatedError("followed by different layers on different calls")
+        act_place, channel_dim = answers.pop()
         selector = None
         if any(_norm_place_before(*call) != norm_place for call in self.acts[act_place]):
             selector = self._selector(norm_place, act_place)
-            if selector is None:
-                return None, "the call of its activation follows other layers too"
         flow, node = self.acts[act_place][0]
         is_child = selector is None and self._is_own(act_place.target)
-        activation = Activation(
+        return Activation(
             "module" if is_child else "call",
             self._name(act_place),
             flow.activation(node),
@@ -221,52 +231,30 @@ class _Search(Flows):
             selector,
             channel_dim,
         )
-        return activation, ""
 
-    def _act_place_behind(self, flow: Flow, norm_node: fx.Node) -> tuple[Place | None, int, str]:
-        """Return, on one path, the place of the activation that takes all of a norm's channels, and
-        their dimension in its input; or why there is none.
-        """
-        users = list(flow.channels_after(norm_node))
-        if len(users) != 1:
-            takers = ", ".join(flow.describe(user) for user, _ in users)
-            return None, 1, f"output used {len(users)} times: {takers}".rstrip(": ")
-        user, dim = users[0]
-        reason = _why_not_activated(flow, norm_node, user)
-        if reason:
-            return None, 1, reason
-        channel_dim = _first_or_last(dim, flow.modules[norm_node])
-        if channel_dim is None:
-            words = flow.describe(user)
-            return None, 1, f"feeds {words}, with the channels in dimension {dim}"
-        return flow.places[user], channel_dim, ""
-
-    def _selector(self, norm_place: Place, act_place: Place) -> tuple[str, str] | None:
-        """Return what tells the norm from others where one call of an activation follows several.
+    def _selector(self, norm_place: Place, act_place: Place) -> tuple[str, str]:
+        """Return what tells the norm from others where one call of an activation follows several,
+        as in `for norm in self.norms: x = F.relu(norm(x))`.
 
         Returns:
             The expression that stands for the norm in the activation's code, or for a block that
-            returns the norm's output, and the name of that norm or block. None if the expression
-            was something else on one of the calls.
+            returns the norm's output, and the name of that norm or block.
         """
-        code = act_place.code
-        calls = [_call_in(code, *call) for call in self.norms[norm_place]]
-        if code is None or calls[0] is None or any(call != calls[0] for call in calls):
-            return None
+        code: Any = act_place.code
         names = {module: name for name, module in act_place.owner.named_modules()}
-        name = names.get(calls[0].target)
-        if name is None or isinstance(calls[0].at, str):
-            return None
-        expression = callee(code, calls[0].at)
-        # It fails if no norm comes before the activation, or if a name is not bound there.
+        calls: set[Any] = {_call_in(code, *call) for call in self.norms[norm_place]}
+        # It fails if there is no such call, or more than one; if no norm comes before the
+        # activation; or if a name is not bound there.
         with suppress(Exception):
-            for flow, node in self.acts[act_place]:
-                norm_node: Any = flow.norm_before(node)
-                norm_call: Any = _call_in(code, flow, norm_node)
-                if eval(expression, *flow.variables[node]) is not norm_call.target:
-                    return None
-            return expression, name
-        return None
+            (call,) = calls
+            expression = callee(code, call.at)
+            is_the_norm = all(
+                eval(expression, *flow.variables[node]) is _norm_called_in(code, flow, node)
+                for flow, node in self.acts[act_place]
+            )
+            if is_the_norm:
+                return expression, names[call.target]
+        raise _NotActivatedError("the call of its activation follows other layers too")
 
     def _name(self, place: Place) -> str:
         target = place.target
@@ -291,18 +279,19 @@ class _Search(Flows):
         """
         activations = [site.activation for site in sites.values()]
         claimed = {activation.place for activation in activations if activation is not None}
-        for place in self.acts:
+        for place, calls in self.acts.items():
             if place not in claimed:
-                yield self._unclaimed(place, sites)
-        for module in self.names:
-            if recognition.is_norm(module) and not self.is_norm(module):
-                yield from self._inside_other_norm(module)
+                flow, node = calls[0]
+                reason = self._why_unmatched(flow, node, sites)
+                yield _unmatched(self._name(place), flow.activation(node), reason)
+        for module, name in self.names.items():
+            fused = _fused_activation(module)
+            is_other_norm = recognition.is_norm(module) and not self.is_norm(module)
+            if is_other_norm and fused is not None:
+                reason = f"its norm, {type(module).__name__}, is not one of those asked for"
+                yield _unmatched(f"{name}.act", fused, reason)
             if module in self.activations and not self._is_seen(module):
-                yield self._unseen(module)
-
-    def _unseen(self, activation: nn.Module) -> UnmatchedActivation:
-        label = type(activation).__name__
-        return UnmatchedActivation(self.names[activation], label, self.why_unseen(activation))
+                yield _unmatched(name, module, self.why_unseen(module))
 
     def _is_seen(self, activation: nn.Module) -> bool:
         """Whether an activation is called, or is a part of a norm or of another activation."""
@@ -328,41 +317,20 @@ class _Search(Flows):
             if recognition.has_forward(module)
         }
 
-    def _unclaimed(self, place: Place, sites: dict[Place, Site]) -> UnmatchedActivation:
-        flow, node = self.acts[place][0]
-        label = type(flow.activation(node)).__name__
-        return UnmatchedActivation(self._name(place), label, self._why_unmatched(flow, node, sites))
-
-    def _inside_other_norm(self, norm: nn.Module) -> Iterator[UnmatchedActivation]:
-        fused = _fused_activation(norm)
-        if fused is not None:
-            reason = f"its norm, {type(norm).__name__}, is not one of those asked for"
-            yield UnmatchedActivation(f"{self.names[norm]}.act", type(fused).__name__, reason)
-
     def _why_unmatched(self, flow: Flow, node: fx.Node, sites: dict[Place, Site]) -> str:
-        nearest = flow.before(node)
         producer = flow.before(node, ("same", "shape"))
         norm_place = _norm_place_before(flow, node)
         if flow.in_squeeze_excite(node):
             return "inside a squeeze-excite"
-        if nearest is None or producer is None:
+        if producer is None:
             return "no norm before it"
         if norm_place is not None and norm_place not in sites:
             return f"its norm, {flow.describe(producer)}, is not one of those asked for"
         if norm_place is not None:
             site = sites[norm_place]
             return f"not directly after {site.norm}: {site.reason or 'it has its own activation'}"
-        step = flow.steps[producer]
-        if step == "norm":
-            return (
-                f"behind {flow.describe(producer)}, past {flow.describe(nearest)}, "
-                "which may not keep its channels together"
-            )
-        if step == "addition":
-            return "after a residual addition"
-        if step in ("concatenation", "product"):
-            return f"after a {step}"
-        return f"no norm before it: fed by {flow.describe(producer)}"
+        before = f"no norm before it: fed by {flow.describe(producer)}"
+        return _WHY_AFTER.get(flow.steps[producer], before)
 
     def why_unseen(self, module: nn.Module) -> str:
         name = self.names[module]
@@ -413,10 +381,42 @@ def _why_not_activated(flow: Flow, norm_node: fx.Node, user: fx.Node) -> str:
     return ""
 
 
+def _unmatched(name: str, activation: nn.Module, reason: str) -> UnmatchedActivation:
+    return UnmatchedActivation(name, type(activation).__name__, reason)
+
+
+def _act_place_behind(flow: Flow, norm_node: fx.Node) -> tuple[Place, int]:
+    """Return, on one path, the place of the activation that takes all of a norm's channels, and
+    their dimension in its input.
+    """
+    users = list(flow.channels_after(norm_node))
+    if len(users) != 1:
+        takers = ", ".join(flow.describe(user) for user, _ in users)
+        raise _NotActivatedError(f"output used {len(users)} times: {takers}".rstrip(": "))
+    user, dim = users[0]
+    reason = _why_not_activated(flow, norm_node, user)
+    if reason:
+        raise _NotActivatedError(reason)
+    channel_dim = _first_or_last(dim, flow.modules[norm_node])
+    if channel_dim is None:
+        words = flow.describe(user)
+        raise _NotActivatedError(f"feeds {words}, with the channels in dimension {dim}")
+    return flow.places[user], channel_dim
+
+
 def _call_in(code: CodeType | None, flow: Flow, norm_node: fx.Node) -> Place | None:
     """The call that a function makes of a norm, or of a block that returns what the norm does."""
     calls = [flow.places[norm_node], *flow.returned.get(norm_node, [])]
     return next((call for call in calls if call.code == code), None)
+
+
+def _norm_called_in(code: CodeType | None, flow: Flow, activation: fx.Node) -> Any:
+    """The norm, or the block that returns its output, that a function calls before an
+    activation.
+    """
+    norm_node: Any = flow.norm_before(activation)
+    call: Any = _call_in(code, flow, norm_node)
+    return call.target
 
 
 def _first_or_last(dim: int, norm: nn.Module) -> int | None:

@@ -18,7 +18,6 @@ from retrofit.networks import artifact
 from retrofit.networks.artifact import CONFIG, LIBRARY, WEIGHTS
 from retrofit.networks.manifest import read_manifest
 from retrofit.record import ModelSource, unwrapped
-from retrofit.utils.files import ensure_nameable
 from retrofit.utils.text import printable
 
 CARD = "README.md"
@@ -55,7 +54,6 @@ def save_for_hub(
         RetrofitError: As for `retrofit.save`, or if the files already exist; nothing is written in
             that case.
     """
-    ensure_nameable(folder)
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise RetrofitError(f"{folder} is a file; name a folder")

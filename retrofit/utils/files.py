@@ -139,10 +139,9 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
         The path with symbolic links resolved, so that a link is written through and not replaced.
 
     Raises:
-        RetrofitError: If `path` is a folder or a device, exists, holds a null byte, or lies in a
-            folder that is missing or read-only.
+        RetrofitError: If `path` is a folder or a device, exists, or lies in a folder that is missing
+            or read-only.
     """
-    ensure_nameable(path)
     expanded = Path(path).expanduser()
     target = Path(os.path.realpath(expanded))
     # The name may be too long to be looked up.
@@ -159,16 +158,6 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise RetrofitError(f"the folder {folder} is read-only; choose another one")
     return target
-
-
-def ensure_nameable(path: str | Path) -> None:
-    """Check that a file or folder can have a name at all.
-
-    Raises:
-        RetrofitError: If it holds a null byte.
-    """
-    if "\0" in str(path):
-        raise RetrofitError(f"no path holds a null byte: {printable(path, 300)}; check the path")
 
 
 @contextmanager
@@ -207,10 +196,8 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     terminated.
 
     Raises:
-        RetrofitError: If the name holds a null byte, the disk is full, or the place cannot be
-            written to.
+        RetrofitError: If the disk is full, or the place cannot be written to.
     """
-    ensure_nameable(folder)
     final = folder.absolute()
     with writing(folder), temporary_folder(final) as temporary:
         new = temporary / "new"

@@ -227,21 +227,16 @@ def standard_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int | None, Tensor]]:
+def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int, Tensor]]:
     """Remember the values of some tensors, for `put_back`."""
-    kept = []
-    for tensor in tensors:
-        if not tensor.is_meta:
-            version = None if tensor.is_inference() else tensor._version
-            kept.append((tensor, version, tensor.detach().clone()))
-    return kept
+    return [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
 
 
-def put_back(values: list[tuple[Tensor, int | None, Tensor]]) -> None:
+def put_back(values: list[tuple[Tensor, int, Tensor]]) -> None:
     """Give tensors that were written to since `kept_values` their former values."""
     with torch.no_grad():
         for tensor, version, values_before in values:
-            if version is None or tensor._version != version:
+            if tensor._version != version:
                 tensor.copy_(values_before)
 
 

@@ -9,14 +9,10 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
 
 from retrofit.errors import RetrofitError
-from retrofit.finetune.run_state import owned
-from retrofit.networks.hub import save_for_hub
 from retrofit.utils.files import (
     acquire,
     atomic_folder,
@@ -82,26 +78,6 @@ def test_impossible_places(tmp_path: Path) -> None:
         with refused(message), atomic_write(tmp_path / name, force=True):
             pytest.fail("the body must not run")
     assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
-
-
-def no_folder(path: Path) -> None:
-    with atomic_folder(path):
-        pytest.fail("the body must not run")
-
-
-@pytest.mark.parametrize(
-    "opened",
-    [
-        ensure_writable,
-        ensure_readable,
-        no_folder,
-        partial(save_for_hub, nn.Linear(1, 1)),
-        lambda path: owned(path, resume=False).__enter__(),
-    ],
-)
-def test_a_name_with_a_null_byte_is_refused(opened: Callable[[Path], Any], tmp_path: Path) -> None:
-    with refused("null byte"):
-        opened(tmp_path / "a\0b")
 
 
 def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
