@@ -217,12 +217,7 @@ class Flow:
     def producer(self, node: fx.Node) -> fx.Node | None:
         """The node that produces the input of a step with one input; None if no node does."""
         # A rescaling may have its input behind the constant, as in `2 * x`.
-        if self.steps[node] == "rescaling":
-            return next(iter(_operands(node)), None)
-        producer = node.args[0] if node.args else node.kwargs.get("input")
-        if isinstance(producer, fx.Node):
-            return producer
-        return None
+        return next(iter(_operands(node)), None)
 
     def before(self, node: fx.Node, through: Collection[str] = ("same",)) -> fx.Node | None:
         """The nearest node before `node` that is none of the steps in `through`, by default
@@ -307,15 +302,9 @@ class Flow:
         users = self.after(node)
         if len(users) == 1:
             return users[0]
-        products = []
-        for user in users:
-            step = self.steps[user]
-            if step == "product":
-                products.append(user)
-            elif step != "pool":
-                return None
-        if len(products) == 1:
-            return products[0]
+        not_pooling = [user for user in users if self.steps[user] != "pool"]
+        if len(not_pooling) == 1 and self.steps[not_pooling[0]] == "product":
+            return not_pooling[0]
         return None
 
     def in_squeeze_excite(self, node: fx.Node) -> bool:
@@ -385,11 +374,6 @@ def _call_step(node: fx.Node) -> str:
     """The step that a call of a function or of a tensor's method is."""
     name = call_name(node)
     step = _STEP_OF.get(name, "call")
-    if name == "getattr":
-        is_metadata = _STEP_OF.get(str(node.args[1])) == "metadata"
-        if is_metadata:
-            return "metadata"
-        return "call"
     if step != "metadata" and recognition.function_module(node) is not None:
         return "activation"
     if step == "pool":
@@ -404,7 +388,7 @@ def _call_step(node: fx.Node) -> str:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The values that a sum or product takes, without numbers, parameters and buffers."""
+    """The values that a call takes, without numbers, parameters and buffers."""
     arguments = (*node.args, *node.kwargs.values())
     return [a for a in arguments if isinstance(a, fx.Node) and a.op != "get_attr"]
 

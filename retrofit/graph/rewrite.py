@@ -15,6 +15,7 @@ from torch import fx, nn
 from retrofit.graph import recognition
 from retrofit.graph.norm_sites import Activation, Site
 from retrofit.graph.source_code import RewriteError, code_in, file_tree, future_flags
+from retrofit.graph.trace import Place
 
 
 class _Edit(NamedTuple):
@@ -101,61 +102,54 @@ def _changes(block: nn.Module, act: Activation, child: str, module: nn.Module) -
     """The attributes to set in a block: an entry of a sequence, or a child and the class that
     calls it.
     """
-    place = act.place
-    assert place is not None
+    place: Any = act.place
     # The entry of a Sequential has a name, and code that calls it.
-    if isinstance(place.at, str) and place.code is not None:
+    is_named = isinstance(place.at, str)
+    if is_named and place.code is not None:
         return {place.at: module}
     if hasattr(block, child):
         label = f"{type(block).__name__} {act.owner}".rstrip()
         raise RewriteError(f"{label} already has an attribute {child}")
     # The node of a graph has a name, and no code.
-    if place.code is None or isinstance(place.at, str):
-        return {child: module, **_rewired(block, str(place.at), child)}
-    cls = _edited_class(block, act, place.code, place.at, child)
-    return {child: module, "__class__": cls}
+    if is_named:
+        return {child: module, **_rewired(block, place.at, child)}
+    return {child: module, "__class__": _edited_class(block, place, act.selector, child)}
 
 
 def _edited_class(
-    block: nn.Module, act: Activation, code: CodeType, at: tuple[int, int], child: str
+    block: nn.Module, place: Place, selector: tuple[str, str] | None, child: str
 ) -> type[nn.Module]:
     """The class of a block in which one more call is replaced."""
+    code: Any = place.code
     base: Any
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
-    _refuse_unwritable(block, base, act, code)
-    edit = _edit_of(base, act, code, at, child)
+    _refuse_unwritable(block, base, code)
+    current = _code_of(base, code.co_name) or code
+    at: Any = place.at
+    line, column = at
+    edit = _Edit(
+        method=code.co_name,
+        target=None if isinstance(place.target, nn.Module) else place.target,
+        end=(line - code.co_firstlineno, column),
+        child=child,
+        checksum=zlib.crc32(current.co_code),
+        selector=selector,
+    )
     if any(edit.replaces_call_of(other) for other in edits):
         raise RewriteError(f"the call in {code.co_qualname} is replaced already")
     return _rewritten_class(base, (*edits, edit))
 
 
-def _edit_of(base: Any, act: Activation, code: CodeType, at: tuple[int, int], child: str) -> _Edit:
-    assert act.place is not None
-    target = act.place.target
-    current = _code_of(base, code.co_name) or code
-    return _Edit(
-        method=code.co_name,
-        target=None if isinstance(target, nn.Module) else target,
-        end=(at[0] - code.co_firstlineno, at[1]),
-        child=child,
-        checksum=zlib.crc32(current.co_code),
-        selector=act.selector,
-    )
-
-
-def _refuse_unwritable(block: nn.Module, base: Any, act: Activation, code: CodeType) -> None:
+def _refuse_unwritable(block: nn.Module, base: Any, code: CodeType) -> None:
     """Refuse a block whose method, or pickling, is not its class's, or whose call is elsewhere."""
     method = code.co_name
-    if method in vars(block):
-        label = act.owner or "the model"
-        raise RewriteError(f"{label} has a {method} of its own, set on the instance")
     codes = [_code_of(base, method), _code_of(type(block), method)]
-    if code not in codes:
+    if method in vars(block) or code not in codes:
         raise RewriteError(
-            f"the call stands in {code.co_qualname}, which is no method of {base.__name__}, or "
-            "decorated"
+            f"the call stands in {code.co_qualname}, which is no method of {base.__name__}, "
+            "decorated, or set on the instance"
         )
-    if _has_own_pickling(base):
+    if (base.__reduce_ex__, base.__reduce__) != (object.__reduce_ex__, object.__reduce__):
         raise RewriteError(f"{base.__name__} defines its own pickling")
 
 
@@ -163,12 +157,6 @@ def _code_of(cls: Any, method: str) -> CodeType | None:
     """The code of a class's method; None if it has no such method, or one that is no function."""
     function = inspect.getattr_static(cls, method, None)
     return getattr(function, "__code__", None)
-
-
-def _has_own_pickling(cls: Any) -> bool:
-    return any(
-        getattr(cls, name) is not getattr(object, name) for name in ("__reduce_ex__", "__reduce__")
-    )
 
 
 def _rewired(block: Any, name: str, child: str) -> dict[str, fx.Graph]:

@@ -38,8 +38,12 @@ _MACHINERY = (
 
 
 def call_name(node: fx.Node) -> str:
-    """The bare name of the function or method that a node calls, e.g. "add" for `operator.add`."""
+    """The bare name of the function or method that a node calls, e.g. "add" for `operator.add`, or of
+    the attribute that it takes, e.g. "shape".
+    """
     name = getattr(node.target, "__name__", str(node.target))
+    if name == "getattr":
+        return str(node.args[1])
     return name.strip("_") + ("_" if name.endswith("_") and not name.startswith("_") else "")
 
 
@@ -356,11 +360,8 @@ def _question(node: fx.Node) -> str | None:
     None says that it asks for something else, or that code changes a tensor's shape in place.
     """
     name = call_name(node)
-    attribute = name
-    if name == "getattr":
-        attribute = str(node.args[1])
-    if attribute in recognition.METADATA:
-        return _question_of_metadata(attribute, node)
+    if name in recognition.METADATA:
+        return _question_of_metadata(name, node)
     if getattr(node.target, "__module__", "") != "_operator":
         return None
     parts = []

@@ -45,7 +45,7 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Undo:
 
     def restore() -> None:
         put_class_back()
-        if not _same_memory(tensor, memory):
+        if _layout_of(tensor) != _layout_of(memory):
             tensor.data = memory
         if tensor.requires_grad != trained:
             tensor.requires_grad_(trained)
@@ -59,10 +59,6 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Undo:
                 memory.copy_(values)
 
     return restore
-
-
-def _same_memory(tensor: Tensor, memory: Tensor) -> bool:
-    return _layout_of(tensor) == _layout_of(memory)
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -50,10 +50,8 @@ def one_line(error: BaseException, limit: int = 240) -> str:
     """Return an exception's message on one line of at most `limit` characters; its class where it
     has none.
     """
-    message = printable(" ".join(str(error)[: 8 * limit].split())) or type(error).__name__
-    if len(message) <= limit:
-        return message
-    return message[: limit - 3] + "..."
+    message = " ".join(str(error)[: 8 * limit].split())
+    return printable(message or type(error).__name__, limit)
 
 
 def with_class(error: BaseException, limit: int = 240) -> str:
