@@ -217,7 +217,7 @@ def descriptions(model: Network) -> dict[str, Any]:
 
 
 def refused(model: nn.Module) -> None:
-    with pytest.raises(RetrofitError, match="of which this model has none"):
+    with pytest.raises(RetrofitError, match="is not a source of lnn"):
         retrofit.convert(model, "lnn", input_size=(3, 8, 8))
     with pytest.raises(RetrofitError, match="would hold a single value"):
         retrofit.convert(model, "gn", groups=4, input_size=(3, 3, 3))
