@@ -174,15 +174,11 @@ def diagnose(
         _follow_activations(model, observers)
         images, predictions = _observe(model, observers, passing("layers"))
         lambdas = lambda_values(model, few)
-        layers = tuple(
+        layers = [
             observer.result(lambdas.get(observer.probe.name))
             for observer in _reported("statistics", observers, progress)
-        )
-        sources = [measured[rank] for rank in evenly_spread(len(measured), _SOURCES)]
-        followed = [
-            attenuation(model, measured, source, few, seed)
-            for source in _reported("noise", sources, progress)
         ]
+        noise = _follow_noise(model, measured, few, seed, progress)
         under_noise: list[InputNoise] = []
         attacked = None
         if predictions:
@@ -191,12 +187,24 @@ def diagnose(
             attacked = under_attack(model, passing("attack"), predictions, attack)
     return Diagnosis(
         images=images,
-        layers=layers,
-        noise=tuple(noise for noise in followed if noise.errors),
+        layers=tuple(layers),
+        noise=noise,
         input_noise=tuple(under_noise),
         unmeasured=unmeasured,
         attack=attacked,
     )
+
+
+def _follow_noise(
+    model: nn.Module, probes: list[Probe], pixels: Tensor, seed: int, progress: Progress | None
+) -> tuple[Attenuation, ...]:
+    """Return where noise goes that is injected at some of the layers, evenly spread."""
+    sources = [probes[rank] for rank in evenly_spread(len(probes), _SOURCES)]
+    followed = [
+        attenuation(model, probes, source, pixels, seed)
+        for source in _reported("noise", sources, progress)
+    ]
+    return tuple(noise for noise in followed if noise.errors)
 
 
 def _first_images(batches: Batches, most: int) -> Tensor:

@@ -110,7 +110,13 @@ def _lines(axes: Axes, networks: Networks, attribute: str, suffix: str = "", **s
         points = _points(diagnosis.layers, attribute)
         if points:
             numbers, values = zip(*points, strict=True)
-            axes.plot(numbers, values, color=colour, label=name + suffix, **style)
+            axes.plot(
+                numbers,
+                values,
+                color=colour,
+                label=name + suffix,
+                **style,
+            )
     most_layers = max(len(diagnosis.layers) for diagnosis in networks.values())
     axes.set_xlim(-0.5, most_layers - 0.5)
     _by_layer(axes)
@@ -131,7 +137,13 @@ def _gaussianity(figure: Figure, networks: Networks) -> None:
 
 def _qq(figure: Figure, networks: Networks) -> None:
     count = len(networks)
-    grid = figure.subplots(2 * count, 2, squeeze=False, sharex=True, sharey=True)
+    grid = figure.subplots(
+        2 * count,
+        2,
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+    )
     panels = grid.reshape(count, 4)
     for row, (name, diagnosis, colour) in zip(panels, _coloured(networks), strict=True):
         row[0].set_ylabel(name, fontsize=8)
@@ -153,7 +165,13 @@ def _qq_panel(axes: Axes, number: int, layer: Layer, colour: str) -> None:
     plot = layer.plot
     assert plot is not None
     axes.axline((0, 0), slope=1, linewidth=1, color=_LINE)
-    axes.plot(plot.theoretical, plot.ordered, ".", markersize=3, color=colour)
+    axes.plot(
+        plot.theoretical,
+        plot.ordered,
+        ".",
+        markersize=3,
+        color=colour,
+    )
     title = f"{number}: {printable(layer.name, 20)}\nR² {plot.r2:.3f}"
     axes.set_title(title, fontsize=8)
     axes.set(xlim=(-3.5, 3.5), ylim=(-5, 5))
@@ -168,7 +186,12 @@ def _power(figure: Figure, networks: Networks) -> None:
         # P1 to P4, without the balance
         powers = [astuple(layer.power)[:4] for layer in layers]
         shares = np.transpose(powers)
-        axes.stackplot(numbers, shares, colors=_SHARES, labels=_SHARE_NAMES)
+        axes.stackplot(
+            numbers,
+            shares,
+            colors=_SHARES,
+            labels=_SHARE_NAMES,
+        )
         axes.margins(x=0)
         axes.set(title=name, ylim=(0, 1), ylabel="share of power")
         _by_layer(axes)
@@ -205,7 +228,14 @@ def _noise(figure: Figure, networks: Networks) -> None:
         for rank, noise in enumerate(diagnosis.noise):
             reached = [numbers[layer] for layer in noise.layers]
             alpha = 1 - 0.18 * rank
-            axes.plot(reached, noise.errors, ".-", color=colour, alpha=alpha, label=label)
+            axes.plot(
+                reached,
+                noise.errors,
+                ".-",
+                color=colour,
+                alpha=alpha,
+                label=label,
+            )
             label = None
     _by_layer(axes)
     axes.set_ylabel("relative error")
