@@ -72,7 +72,7 @@ def command(model: str, against: str | None, **arguments: Any) -> None:
     batch_size = arguments["batch_size"]
     rounds = arguments["rounds"]
     say(f"{rounds} turns each, batches of {batch_size} {conditions}, {machine}")
-    emit({"schema": 1, "batch_size": batch_size, "rounds": rounds, "machine": machine, **answer})
+    emit({"batch_size": batch_size, "rounds": rounds, "machine": machine, **answer})
 
 
 def _machine(device: torch.device) -> str:

@@ -110,9 +110,9 @@ def say_written(path: Path) -> None:
 
 
 def emit(values: dict[str, Any]) -> None:
-    """Write one JSON object to stdout if --json is set."""
+    """Write one JSON object to stdout if --json is set, with the number of its schema first."""
     if click.get_current_context().meta["json"]:
-        click.echo(json_text(values))
+        click.echo(json_text({"schema": 1, **values}))
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -92,7 +92,6 @@ def command(model: str, to: str | None, output: Path | None, force: bool, **argu
     read_calibration(arguments, network)
     source = network.source
     facts = {
-        "schema": 1,
         "model": source.name,
         "library": source.library,
         "weights": network.weights,
@@ -146,10 +145,7 @@ def _show(report: Report) -> None:
     if report.plan.settings:
         say(f"options: {report.plan.settings}")
     for note in report.notes:
-        if note.startswith("not checked:"):
-            say(note)
-        else:
-            say(f"note: {note}")
+        say(f"note: {note}")
     growth = report.params_after - report.params_before
     say(f"parameters: {report.params_before:,} before, {report.params_after:,} after ({growth:+,})")
     if report.check is not None and report.identity:

@@ -92,7 +92,7 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, **argument
     odd = odd_strengths(network.model)
     if odd:
         warn(odd)
-    answer = {"schema": 1, **network.facts, "data": arguments["data_dir"] or arguments["dataset"]}
+    answer = {**network.facts, "data": arguments["data_dir"] or arguments["dataset"]}
     data = open_data(network, arguments)
     with progress_bar("evaluating") as move:
         result = evaluate(

@@ -111,19 +111,7 @@ def command(
                 network.model, path, precision=precision, report=report, force=force, **requested
             )
     except ComparisonError as failed:
-        emit(
-            {
-                "schema": 1,
-                **network.facts,
-                "fold": requested["fold"],
-                "precision": precision,
-                "opset": requested["opset"],
-                "output": None,
-                "bytes": 0,
-                "parity": failed.comparison.to_dict(),
-                "nodes": {},
-            }
-        )
+        emit({**network.facts, "output": None, "parity": failed.comparison.to_dict()})
         raise
     _show(result)
     if report is not None:

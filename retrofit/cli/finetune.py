@@ -95,15 +95,13 @@ def _setting(name: str, field: dict[str, Any]) -> options.Decorator:
 
 
 def _shown(value: Any) -> str:
+    if value is False:
+        return "no"
     if isinstance(value, list):
         return ",".join(map(_shown, value))
-    if isinstance(value, bool):
-        if value:
-            return "yes"
-        return "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value)
+    if isinstance(value, str):
+        return value
+    return f"{value:g}"
 
 
 @click.command("finetune", cls=options.Grouped, groups=_GROUPS, help=__doc__)
@@ -272,7 +270,7 @@ def _conclude(folder: Path, result: Position, network: str | None) -> None:
         artifact = folder / "last.safetensors"
         say(f"stopped and saved at step {result.step} of {result.steps}", "bold")
         say(f"next: {_resuming_command(folder, network)}")
-    emit({"schema": 1, "folder": str(folder), **result.to_dict(), "output": str(artifact)})
+    emit({"folder": str(folder), **result.to_dict(), "output": str(artifact)})
 
 
 def _resuming_command(folder: Path, network: str | None) -> str:

@@ -67,7 +67,6 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     counts = Counter(row["source"] for row in rows)
     functional = functional_norms(network.model, norms)
     answer: dict[str, Any] = {
-        "schema": 1,
         "model": network.source.name,
         "library": network.source.library,
         "layers": rows,

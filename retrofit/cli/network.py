@@ -104,7 +104,7 @@ def placement(arguments: dict[str, Any]) -> tuple[torch.device, torch.dtype | No
     """Pop the device and the data type of mixed precision (None for none) from a command's
     arguments.
 
-    The default data type is bfloat16 on a CPU, float16 elsewhere.
+    The default data type is torch's: bfloat16 on a CPU, float16 elsewhere.
 
     Raises:
         UsageError: If there is no such device, or a data type without mixed precision.
@@ -116,10 +116,9 @@ def placement(arguments: dict[str, Any]) -> tuple[torch.device, torch.dtype | No
         raise UsageError("`amp_dtype` chooses the data type of mixed precision; give `amp` too")
     if not amp:
         return device, None
-    default = "float16"
-    if device.type == "cpu":
-        default = "bfloat16"
-    return device, getattr(torch, amp_dtype or default)
+    if amp_dtype is None:
+        return device, torch.get_autocast_dtype(device.type)
+    return device, getattr(torch, amp_dtype)
 
 
 def output_file(path: Path | None, default: str, force: bool) -> Path:

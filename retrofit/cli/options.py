@@ -197,24 +197,18 @@ def _conversion_option(name: str, known: Option) -> Decorator:
     text = re.sub("`(.*?)`", r"--\1", known.help)
     targets = ", ".join(targets_of(name))
     text += f" Targets: {targets}."
-    kind: Any = known.kind
-    words = known.words
-    if kind is bool:
+    if known.kind is bool:
         if not known.switch:
             off = flag_of(f"no_{name}")
             flag = f"{flag}/{off}"
         return option(flag, text, bool, default=None)
-    if kind == "batches":
+    if known.kind == "batches":
         return option(flag, text, click.Path(), metavar="DIR")
-    if kind is str:
-        return option(flag, text, words)
-    number = "F"
-    if kind is int:
-        number = "N"
-    if words:
-        kind = literal
-    metavar = "|".join([number, *words])
-    return option(flag, text, kind, metavar=metavar)
+    if known.kind is str:
+        return option(flag, text, known.words)
+    number = {int: "N", float: "F"}[known.kind]
+    metavar = "|".join([number, *known.words])
+    return option(flag, text, literal, metavar=metavar)
 
 
 def command(name: str, help: str, **groups: str) -> Callable[[Any], Grouped]:

@@ -97,8 +97,8 @@ class Diagnosis:
     noise: tuple[Attenuation, ...]
     # Empty where the model gives no class scores.
     input_noise: tuple[InputNoise, ...]
-    # Layers that subtract no mean, are one with their activation, or do not hold the images in
-    # their first dimension.
+    # Layers that subtract no mean, are one with their activation, are not called, or do not hold
+    # the images in their first dimension.
     unmeasured: tuple[str, ...] = ()
     # None where none was asked for, or there are no labels.
     attack: UnderAttack | None = None
@@ -224,16 +224,19 @@ def _measurable(model: nn.Module, image: Tensor) -> tuple[list[Probe], tuple[str
     standardizing, others = probes(model)
     calls = [Call((image,)), Call((torch.cat([image, image]),))]
     shapes = Reference(model, calls, layers=[probe.name for probe in standardizing]).shapes
-    # Of layers that are called: the rows of their outputs for one image, and for two.
-    rows = {name: (each[0][0], each[-1][0]) for name, each in shapes.items() if each}
-    with_images = {name for name, (of_one, of_two) in rows.items() if of_two == 2 * of_one}
-    measured = [probe for probe in standardizing if probe.name in with_images]
+    measured = [probe for probe in standardizing if _double(shapes[probe.name])]
     if not measured:
         raise RetrofitError(
             "the model calls no normalization layer that holds the images in its first dimension, "
             "to diagnose; `retrofit inspect` lists what a model has"
         )
-    return measured, (*others, *sorted(rows.keys() - with_images))
+    apart = [probe.name for probe in standardizing if probe not in measured]
+    return measured, (*others, *apart)
+
+
+def _double(shapes: Sequence[torch.Size]) -> bool:
+    """Whether the last output has twice the rows of the first; there may be none."""
+    return bool(shapes) and shapes[-1][0] == 2 * shapes[0][0]
 
 
 def _observe(

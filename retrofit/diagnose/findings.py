@@ -33,7 +33,7 @@ def _findings(diagnosis: Diagnosis) -> Iterator[str]:
     if unmeasured:
         yield (
             f"{len(unmeasured)} normalization layers subtract no mean, are one with their "
-            "activation or do not hold the images in their first dimension, and are not measured "
+            "activation, are not called or do not hold the images in their first dimension, and are not measured "
             f"({shortlist(unmeasured)})"
         )
     for noise in diagnosis.noise[:1]:

@@ -72,33 +72,33 @@ def henze_zirkler(pair: FloatArray) -> float:
 
     It is n times a weighted squared distance between the characteristic function of the
     standardized values and that of the normal distribution (Henze and Zirkler 1990, theorem 3.1, in
-    d = 2 dimensions), and 4 n where one column is a multiple of the other.
+    two dimensions), and 4 n where one column is a multiple of the other.
     """
-    n, d = pair.shape
+    n = len(pair)
     covariance = np.cov(pair, rowvar=False, bias=True)
-    if np.linalg.matrix_rank(covariance) < d:
+    if np.linalg.matrix_rank(covariance) < 2:
         return 4.0 * n
     centred = pair - pair.mean(0)
     # Inner products of the values, standardized.
     products = centred @ np.linalg.solve(covariance, centred.T)
     # The square of the paper's smoothing parameter.
-    beta2 = (n * (2 * d + 1) / 4) ** (2 / (d + 4)) / 2
+    beta2 = (1.25 * n) ** (1 / 3) / 2
     lengths = products.diagonal()
     gaps = lengths[:, None] + lengths - 2 * products
     empirical = np.exp(-beta2 / 2 * gaps.clip(0)).mean()
     shrinkage = beta2 / (2 * (1 + beta2))
-    mixed = (1 + beta2) ** (-d / 2) * np.exp(-shrinkage * lengths).mean()
-    normal = (1 + 2 * beta2) ** (-d / 2)
+    mixed = np.exp(-shrinkage * lengths).mean() / (1 + beta2)
+    normal = 1 / (1 + 2 * beta2)
     return float(n * (empirical - 2 * mixed + normal))
 
 
-def dependence(pair: FloatArray, bins: int = 10) -> float:
-    """Return the adjusted mutual information of (n, 2) values, each cut into equally filled bins; 0
-    if independent.
+def dependence(pair: FloatArray) -> float:
+    """Return the adjusted mutual information of (n, 2) values, each cut into ten equally filled
+    bins; 0 if independent.
     """
     from sklearn.metrics import adjusted_mutual_info_score
 
-    shares = np.linspace(0, 1, bins + 1)[1:-1]
+    shares = np.arange(1, 10) / 10
     first, second = (np.searchsorted(np.quantile(v, shares), v) for v in pair.T)
     return float(adjusted_mutual_info_score(first, second))
 
@@ -256,14 +256,12 @@ class Probe:
     def _neutral(self) -> dict[str, Tensor]:
         """The affine parameters that leave the normalized values as they are."""
         neutral = {}
-        weight = getattr(self.layer, "weight", None)
-        if isinstance(weight, Tensor):
-            neutral["weight"] = torch.ones_like(weight)
-            if isinstance(self.layer, MigratedGroupNorm) and self.layer.gain is not None:
-                neutral["weight"] = self.layer.gain.to(weight)
-        bias = getattr(self.layer, "bias", None)
-        if isinstance(bias, Tensor):
-            neutral["bias"] = torch.zeros_like(bias)
+        for name, value in (("weight", 1.0), ("bias", 0.0)):
+            parameter = getattr(self.layer, name, None)
+            if isinstance(parameter, Tensor):
+                neutral[name] = torch.full_like(parameter, value)
+        if isinstance(self.layer, MigratedGroupNorm) and self.layer.gain is not None:
+            neutral["weight"] = self.layer.gain.to(neutral["weight"])
         return neutral
 
 
@@ -292,6 +290,6 @@ def probes(model: nn.Module) -> tuple[list[Probe], list[str]]:
     for norm in find_norms(model):
         if norm.family is None and norm.status != "kept":
             others.append(norm.name)
-        elif norm.module not in by_layer and not isinstance(norm.module, ProxyNorm):
-            by_layer[norm.module] = Probe(norm.name, norm.module)
+        elif not isinstance(norm.module, ProxyNorm):
+            by_layer.setdefault(norm.module, Probe(norm.name, norm.module))
     return list(by_layer.values()), others

@@ -66,40 +66,25 @@ def attenuation(
 
     def perturb(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
         clean, _ = out.chunk(2)
-        deviation = INJECTED * _spread(source, clean)
+        channels = source.channel_axis(out)
+        others = [dim for dim in range(out.ndim) if dim != channels]
+        deviation = INJECTED * clean.std(others, correction=0, keepdim=True)
         noise = deviation * standard_normal(clean.shape, generator).to(clean)
         return torch.cat([clean, clean + noise])
 
     def compare(probe: Probe, _module: nn.Module, _args: Any, out: Tensor) -> None:
         is_reached = bool(errors) or probe is source
-        if probe.name not in errors and is_reached:
-            clean, noisy = out.chunk(2)
-            error = _relative_error(probe.by_channel(clean), probe.by_channel(noisy))
-            if error is not None:
-                errors[probe.name] = error
+        if probe.name in errors or not is_reached:
+            return
+        clean, noisy = probe.by_channel(out).chunk(2)
+        spread = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
+        if spread > 0:
+            errors[probe.name] = float(torch.linalg.vector_norm(noisy - clean) / spread)
 
     watched = hooked(probe.layer.register_forward_hook(partial(compare, probe)) for probe in live)
     with source.layer.register_forward_hook(perturb), watched:
         model(torch.cat([pixels, pixels]))
     return Attenuation(source.name, tuple(errors), tuple(errors.values()))
-
-
-def _spread(probe: Probe, out: Tensor) -> Tensor:
-    """Return the standard deviation of each channel, in a shape that multiplies the output."""
-    shape = [1] * out.ndim
-    shape[probe.channel_axis(out)] = -1
-    deviation = probe.by_channel(out).std((0, 2), correction=0)
-    return deviation.to(out).view(shape)
-
-
-def _relative_error(clean: Tensor, noisy: Tensor) -> float | None:
-    """Return the error of features (N, C, positions) as a share of their spread; None where they do
-    not vary.
-    """
-    spread = torch.linalg.vector_norm(clean - clean.mean((0, 2), keepdim=True))
-    if spread <= 0:
-        return None
-    return float(torch.linalg.vector_norm(noisy - clean) / spread)
 
 
 def input_noise(

@@ -76,12 +76,7 @@ class Plot(NamedTuple):
             handles, labels = figure.axes[0].get_legend_handles_labels()
             # Below the figure, off the data.
             if labels:
-                columns = 1
-                if max(map(len, labels)) < 28:
-                    columns = 2
-                figure.legend(
-                    handles, labels, loc="outside lower center", ncols=columns, fontsize=8
-                )
+                figure.legend(handles, labels, loc="outside lower center", fontsize=8)
             figure.savefig(stream, format="png", metadata={"Software": None})
         return stream.getvalue()
 

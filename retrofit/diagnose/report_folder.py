@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from retrofit.diagnose.diagnosis import Diagnosis, Layer
+from retrofit.diagnose.diagnosis import Layer
 from retrofit.diagnose.findings import sentences
 from retrofit.diagnose.plots import PLOTS, Networks, Plot, plots
 from retrofit.errors import RetrofitError
@@ -98,41 +98,32 @@ def _page(
         finalize=printable,
     )
     template = environment.get_template("report.html")
-    titles = []
-    abouts = []
-    for name, diagnosis in networks.items():
-        model = models.get(name, {})
-        titles.append(_titled(name, model))
-        abouts.append(_about(name, diagnosis, model))
+    titles = {name: _titled(name, models.get(name, {})) for name in networks}
     return template.render(
-        title=f"Diagnosis of {' and '.join(titles)}",
-        abouts=abouts,
+        titles=titles,
+        networks=networks,
+        models=models,
         sentences=sentences(networks),
         figures=[
             (plot.title, plot.text, base64.b64encode(png).decode())
             for plot, png in pictures.items()
         ],
-        tables={name: _table(diagnosis.layers) for name, diagnosis in networks.items()},
+        columns=_columns,
+        figure=_figure,
     )
 
 
-def _table(layers: Sequence[Layer]) -> list[Sequence[str]]:
-    """Return the figures of the layers as rows below their titles; a column without entries is left
-    out.
-    """
-    columns = {
-        "#": [str(number) for number in range(len(layers))],
-        "layer": [layer.name or "(root)" for layer in layers],
-        "class": [layer.kind for layer in layers],
+def _columns(layers: Sequence[Layer]) -> dict[str, str]:
+    """Return the columns that have an entry."""
+    return {
+        title: attribute
+        for title, attribute in _FIGURES.items()
+        if any(attrgetter(attribute)(layer) is not None for layer in layers)
     }
-    for title, attribute in _FIGURES.items():
-        values = map(attrgetter(attribute), layers)
-        columns[title] = [_figure(value) for value in values]
-    filled = {title: cells for title, cells in columns.items() if any(cells)}
-    return [list(filled), *zip(*filled.values(), strict=True)]
 
 
-def _figure(value: float | None) -> str:
+def _figure(layer: Layer, attribute: str) -> str:
+    value = attrgetter(attribute)(layer)
     if value is None:
         return ""
     return f"{value:z.3f}"
@@ -152,13 +143,3 @@ def _titled(name: str, model: Mapping[str, Any]) -> str:
     if title == name:
         return name
     return f"{name} ({title})"
-
-
-def _about(name: str, diagnosis: Diagnosis, model: Mapping[str, Any]) -> str:
-    text = _titled(name, model)
-    weights = model.get("weights")
-    if weights:
-        text += f", weights: {weights['kind']}"
-        if weights.get("from"):
-            text += f" ({weights['from']})"
-    return f"{text}, {diagnosis.images} images"

@@ -127,12 +127,10 @@ def _refuse_what_cannot_be_measured(model: nn.Module, call: Call) -> None:
         raise UsageError(
             "no parameter of the network is trained; set requires_grad as your loop does"
         )
-    if call.batch < 3:
+    if call.batch < 3 or _same(call, _with_other_companions(call, 0)):
         raise UsageError(
-            f"`inputs` hold {call.batch} samples; give 3 or more, to exchange companions"
+            "companions are exchanged for others; give 3 or more samples in `inputs`, not all equal"
         )
-    if _same(call, _with_other_companions(call, 0)):
-        raise UsageError("`inputs` hold equal samples alone; give different ones")
 
 
 def _with_other_companions(call: Call, sample: int) -> Call:

@@ -440,7 +440,7 @@ def test_a_network_of_two_inputs_is_compared_on_those_of_a_file(run: Run) -> Non
     Path("two.py").write_text(TWO)
     save_file({"mask": torch.ones(2, 1, 6), "x": torch.randn(2, 4, 6)}, "inputs.safetensors")
     words = ("convert", "py:two:Two", "--to", "ln", "--json")
-    assert re.search("\nnot checked: .*--inputs", run(*words).stderr)
+    assert re.search("\nnote: not checked: .*--inputs", run(*words).stderr)
     checked = run(*words, "--inputs", "inputs.safetensors", "--force")
     assert answer(checked)["check"]["passed"]
     assert "check passed" in checked.stderr

@@ -320,7 +320,8 @@ def test_a_report_replaces_only_a_report(
 @pytest.mark.usefixtures("unpainted")
 def test_a_failed_report_leaves_nothing(one: Diagnosis, tmp_path: Path) -> None:
     full = mock.patch(
-        "retrofit.diagnose.report_folder._table", side_effect=OSError(errno.ENOSPC, "No space left")
+        "retrofit.diagnose.report_folder._columns",
+        side_effect=OSError(errno.ENOSPC, "No space left"),
     )
     with (
         full,

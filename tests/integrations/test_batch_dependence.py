@@ -155,7 +155,7 @@ class Unseeded(nn.Module):
     [
         (network(nn.Identity()).eval(), X, UsageError, "in evaluation mode"),
         (network(nn.Identity()), X[:2], UsageError, "give 3 or more"),
-        (network(nn.Identity()), X[:1].repeat(4, 1, 1, 1), UsageError, "equal samples alone"),
+        (network(nn.Identity()), X[:1].repeat(4, 1, 1, 1), UsageError, "not all equal"),
         (nn.Sequential(nn.Flatten()), X, UsageError, "no parameter of the network is trained"),
         (nn.Conv2d(4, 2, 1), X, RetrofitError, "did not take the `inputs`"),
         (Unseeded(), X, RetrofitError, "another gradient each time"),
