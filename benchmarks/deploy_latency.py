@@ -149,7 +149,7 @@ def latencies(files: list[File], args: argparse.Namespace) -> dict[str, list[str
                 text = f"1 ({1e3 * cost.seconds.median:.0f} ms)"
                 if (ratio := cost.time_ratio) is not None:
                     text = f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
-                cells[cost.file].append(text)
+                cells[cost.network].append(text)
     return cells
 
 

@@ -72,7 +72,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one network costs in one mode."""
+    """What one network or file costs in one mode."""
 
     # Its name.
     network: str
@@ -81,24 +81,12 @@ class Cost:
     mode: Mode
     # Time of one batch.
     seconds: Spread
-    # Peak memory beyond parameters, images and the optimizer's state.
+    # Peak memory beyond parameters, images and the optimizer's state; of a file, its size.
     bytes: int
     # Over the time of the last network, the reference, in the same turn; None for the reference.
     time_ratio: Spread | None
-    # Over the memory of the reference; None for the reference.
+    # Over the bytes of the reference; None for the reference.
     memory_ratio: float | None
-
-
-@dataclass(frozen=True)
-class FileCost:
-    """What one file costs: time of a batch, size, and time over that of the reference in the same
-    turn (else None).
-    """
-
-    file: str
-    seconds: Spread
-    bytes: int
-    time_ratio: Spread | None
 
 
 def measure(
@@ -120,7 +108,6 @@ def measure(
             not fit into the memory.
     """
     costs: list[Cost] = []
-    *_, reference = networks
     for one in _MODES[mode]:
         with memory_advice(setting.batch_size):
             steps = {
@@ -129,12 +116,25 @@ def measure(
             }
             memory = {name: _peak_of(step, setting.device) for name, step in steps.items()}
             times = _in_turns(steps, setting.rounds, setting.device, progress, one)
-        for name, (seconds, time_ratio) in times.items():
-            memory_ratio = None
-            if name != reference:
-                memory_ratio = memory[name] / max(memory[reference], 1)
-            cost = Cost(name, one, seconds, memory[name], time_ratio, memory_ratio)
-            costs.append(cost)
+        costs += _costs(one, times, memory)
+    return costs
+
+
+def _costs(mode: Mode, times: Mapping[str, list[float]], sizes: Mapping[str, int]) -> list[Cost]:
+    """Return what each network costs, the last one being the reference, from its times in every
+    turn and its bytes.
+    """
+    *_, reference = times
+    costs = []
+    for name, seconds in times.items():
+        time_ratio = None
+        memory_ratio = None
+        if name != reference:
+            ratios = map(operator.truediv, seconds, times[reference])
+            time_ratio = Spread.of(list(ratios))
+            memory_ratio = sizes[name] / max(sizes[reference], 1)
+        spread = Spread.of(seconds)
+        costs.append(Cost(name, mode, spread, sizes[name], time_ratio, memory_ratio))
     return costs
 
 
@@ -153,7 +153,7 @@ def measure_files(
     rounds: int = 15,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> list[FileCost]:
+) -> list[Cost]:
     """Measure ONNX files, each on images of its own size, against the last of them, on the CPU.
 
     Args:
@@ -177,10 +177,8 @@ def measure_files(
             for _ in range(_WARM):
                 step()
         times = _in_turns(steps, rounds, torch.device("cpu"), progress, runtime)
-    return [
-        FileCost(name, seconds, files[name].stat().st_size, ratio)
-        for name, (seconds, ratio) in times.items()
-    ]
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    return _costs("eval", times, sizes)
 
 
 def _file_step(path: Path, runtime: Runtime, batch_size: int, threads: int | None) -> Step:
@@ -204,10 +202,8 @@ def _in_turns(
     device: torch.device,
     progress: Progress | None,
     what: str,
-) -> dict[str, tuple[Spread, Spread | None]]:
-    """Return the seconds of each step, and their ratio to those of the last one, the reference,
-    which has none.
-    """
+) -> dict[str, list[float]]:
+    """Return the seconds of each step in every turn."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(1, rounds + 1):
         for name, step in steps.items():
@@ -215,17 +211,7 @@ def _in_turns(
             times[name].append(seconds)
         if progress is not None:
             progress(turn, rounds, what)
-    *_, reference = times.values()
-    return {
-        name: (Spread.of(seconds), _ratio_to(reference, seconds)) for name, seconds in times.items()
-    }
-
-
-def _ratio_to(reference: list[float], seconds: list[float]) -> Spread | None:
-    if seconds is reference:
-        return None
-    ratios = map(operator.truediv, seconds, reference)
-    return Spread.of(list(ratios))
+    return times
 
 
 def _seconds_of(step: Step, device: torch.device) -> float:

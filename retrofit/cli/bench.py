@@ -29,7 +29,7 @@ from retrofit.utils.text import plural
 if TYPE_CHECKING:
     import torch
 
-    from retrofit.bench import Cost, FileCost, Spread
+    from retrofit.bench import Cost, Spread
     from retrofit.networks.open_model import Network
 
     Measured = tuple[str, torch.device, dict[str, Any]]
@@ -100,13 +100,7 @@ def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]
     setting = Setting(**taken(dict(arguments), Setting), device=device, amp=amp)
     with progress_bar("measuring") as move:
         costs = measure(measured, setting, mode, move)
-    rows = []
-    for cost in costs:
-        memory = "1"
-        if cost.memory_ratio is not None:
-            memory = f"{cost.memory_ratio:.2f}"
-        rows.append((cost.mode, cost.network, *_times(cost), f"{cost.bytes / 1e6:.1f}", memory))
-    show_table(("mode", "network", "ms a batch", "time ratio", "peak MB", "memory ratio"), rows)
+    _show(costs, "peak MB", "memory ratio")
     shapes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for size in sizes.values()))
     facts = {name: network.facts for name, network in networks.items()}
     return f"at {shapes}", device, {"networks": facts, "costs": [asdict(cost) for cost in costs]}
@@ -154,21 +148,27 @@ def _measure_files(model: str, against: str | None, arguments: dict[str, Any]) -
             threads=torch.get_num_threads(),
             progress=move,
         )
-    rows = [(cost.file, *_times(cost), f"{cost.bytes / 1e6:.1f}") for cost in costs]
-    show_table(("file", "ms a batch", "time ratio", "MB"), rows)
+    _show(costs, "MB", "size ratio")
     answer = {"runtime": runtime, "costs": [asdict(cost) for cost in costs]}
     cpu = torch.device("cpu")
     return f"in {runtime}", cpu, answer
 
 
-def _times(cost: Cost | FileCost) -> tuple[str, str]:
-    """Return the time of a batch in milliseconds, and its ratio to the reference's."""
-    ratio = "1"
-    if cost.time_ratio is not None:
-        ratio = _shown(cost.time_ratio, ".2f")
-    return _shown(cost.seconds, ".1f", 1e3), ratio
+def _show(costs: list[Cost], size: str, size_ratio: str) -> None:
+    rows = []
+    for cost in costs:
+        time_ratio = "1"
+        memory_ratio = "1"
+        if cost.time_ratio is not None:
+            time_ratio = _spread(cost.time_ratio, ".2f")
+        if cost.memory_ratio is not None:
+            memory_ratio = f"{cost.memory_ratio:.2f}"
+        seconds = _spread(cost.seconds, ".1f", 1e3)
+        megabytes = f"{cost.bytes / 1e6:.1f}"
+        rows.append((cost.mode, cost.network, seconds, time_ratio, megabytes, memory_ratio))
+    show_table(("mode", "network", "ms a batch", "time ratio", size, size_ratio), rows)
 
 
-def _shown(spread: Spread, form: str, unit: float = 1.0) -> str:
+def _spread(spread: Spread, form: str, unit: float = 1.0) -> str:
     median, low, high = (format(unit * figure, form) for figure in astuple(spread))
     return f"{median} ({low} to {high})"

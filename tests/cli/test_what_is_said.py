@@ -133,7 +133,7 @@ def test_exported_files(run: Run, classifier: Path) -> None:
     found = answer(run("bench", "a.onnx", "--against", "b.onnx", *FEW))
     assert found["runtime"] == "onnxruntime"
     one, other = found["costs"]
-    assert (one["file"], other["file"]) == ("a.onnx", "b.onnx")
+    assert (one["network"], other["network"]) == ("a.onnx", "b.onnx")
     assert one["time_ratio"]["median"] > 0
     assert other["time_ratio"] is None
     assert one["bytes"] == Path("a.onnx").stat().st_size
@@ -284,7 +284,7 @@ def test_other_names_of_classes_and_a_strength_that_nobody_set_are_warned_of_in_
     said = done(run("evaluate", "a.safetensors", *DATA, "-j", "0", *precision)).stderr
     assert "warning: layers stand at strength 0.0253" in said
     assert "warning: 12 images gave scores that are not finite, counted as wrong" in said
-    assert "are not what the model calls its outputs: the classes, sorted" in said
+    assert "are not what the model calls its outputs (ant, bat, bee): the classes, sorted" in said
 
 
 RUNTIMES = [
