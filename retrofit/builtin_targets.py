@@ -85,7 +85,6 @@ def _layers(*names: str, file: str = "retrofit.layers") -> tuple[str, ...]:
 
 
 _BATCH_NORM = ("bn", "frozen-bn")
-_NORMALITY = f"{_FILES}.normality:NORMALITY"
 _MIGRATION = f"{_FILES}.batch_independent"
 
 register_target(
@@ -98,46 +97,31 @@ register_target(
 
 # --- batch-independent
 
-_STATISTICS_OF_IMAGES = "per-image statistics"
-_WITH_PROXIES = "also normalize the activation"
 _MIGRATED_LAYERS = _layers("MigratedGroupNorm", "MigratedGroupNormAct")
 
-register_target(
-    "ln",
-    families=_BATCH_NORM,
-    converter=f"{_MIGRATION}:LN",
-    layers=_MIGRATED_LAYERS,
-    options=_MIGRATED,
-    help=_STATISTICS_OF_IMAGES,
-)
-register_target(
-    "gn",
-    families=_BATCH_NORM,
-    converter=f"{_MIGRATION}:GN",
-    layers=_MIGRATED_LAYERS,
-    options=_GROUPED | _MIGRATED,
-    help=_STATISTICS_OF_IMAGES,
-)
-register_target(
-    "ln-pn",
-    families=(*_BATCH_NORM, "gn"),
-    converter=f"{_MIGRATION}:LN_PN",
-    layers=(*_MIGRATED_LAYERS, *_layers("ProxyNorm")),
-    options=_PROXIED | _MIGRATED,
-    help=_WITH_PROXIES,
-)
-register_target(
-    "gn-pn",
-    families=(*_BATCH_NORM, "gn"),
-    converter=f"{_MIGRATION}:GN_PN",
-    layers=(*_MIGRATED_LAYERS, *_layers("ProxyNorm")),
-    options=_GROUPED | _PROXIED | _MIGRATED,
-    help=_WITH_PROXIES,
-)
+_OPTIONS_OF = {"ln": _MIGRATED, "gn": _GROUPED | _MIGRATED}
+
+for _to, _options in _OPTIONS_OF.items():
+    register_target(
+        _to,
+        families=_BATCH_NORM,
+        converter=f"{_MIGRATION}:{_to.upper()}",
+        layers=_MIGRATED_LAYERS,
+        options=_options,
+        help="per-image statistics",
+    )
+for _to, _options in _OPTIONS_OF.items():
+    register_target(
+        f"{_to}-pn",
+        families=(*_BATCH_NORM, "gn"),
+        converter=f"{_MIGRATION}:{_to.upper()}_PN",
+        layers=(*_MIGRATED_LAYERS, *_layers("ProxyNorm")),
+        options=_PROXIED | _options,
+        help="also normalize the activation",
+    )
 
 # --- normality
 
-_POWER_TRANSFORM = "a power transform after the norm"
 _OF_BATCH_NORM = _layers(
     "BatchNormalNorm1d",
     "BatchNormalNorm2d",
@@ -155,46 +139,25 @@ _OF_LAYER_NORM = _layers(
 _OF_GROUP_NORM = _layers("GroupNormalNorm", "GroupNormalNormAct")
 _OF_INSTANCE_NORM = _layers("InstanceNormalNorm1d", "InstanceNormalNorm2d", "InstanceNormalNorm3d")
 
-register_target(
-    "bnn",
-    families=("bn",),
-    converter=_NORMALITY,
-    layers=_OF_BATCH_NORM,
-    options=_GAUSSIANIZED,
-    help=_POWER_TRANSFORM,
-)
-register_target(
-    "lnn",
-    families=("ln",),
-    converter=_NORMALITY,
-    layers=_OF_LAYER_NORM,
-    options=_GAUSSIANIZED,
-    help=_POWER_TRANSFORM,
-)
-register_target(
-    "gnn",
-    families=("gn",),
-    converter=_NORMALITY,
-    layers=_OF_GROUP_NORM,
-    options=_GAUSSIANIZED,
-    help=_POWER_TRANSFORM,
-)
-register_target(
-    "inn",
-    families=("in",),
-    converter=_NORMALITY,
-    layers=_OF_INSTANCE_NORM,
-    options=_GAUSSIANIZED,
-    help=_POWER_TRANSFORM,
-)
-register_target(
-    "normal",
-    families=("bn", "ln", "gn", "in"),
-    converter=_NORMALITY,
-    layers=(*_OF_BATCH_NORM, *_OF_LAYER_NORM, *_OF_GROUP_NORM, *_OF_INSTANCE_NORM),
-    options=_GAUSSIANIZED,
-    help=_POWER_TRANSFORM,
-)
+for _to, _families, _classes in (
+    ("bnn", ("bn",), _OF_BATCH_NORM),
+    ("lnn", ("ln",), _OF_LAYER_NORM),
+    ("gnn", ("gn",), _OF_GROUP_NORM),
+    ("inn", ("in",), _OF_INSTANCE_NORM),
+    (
+        "normal",
+        ("bn", "ln", "gn", "in"),
+        (*_OF_BATCH_NORM, *_OF_LAYER_NORM, *_OF_GROUP_NORM, *_OF_INSTANCE_NORM),
+    ),
+):
+    register_target(
+        _to,
+        families=_families,
+        converter=f"{_FILES}.normality:NORMALITY",
+        layers=_classes,
+        options=_GAUSSIANIZED,
+        help="a power transform after the norm",
+    )
 
 # --- whitening
 

@@ -52,27 +52,19 @@ class Option:
     switch: bool = False
 
     def problem(self, value: Any) -> str:
-        """Return what is wrong with a value, after "NAME must be"; empty if nothing is."""
-        if isinstance(value, str) or self.kind is str:
-            if value in self.words:
-                return ""
-            return self._words_taken()
-        if self.kind not in (int, float):
+        """Return what a value must be; empty if it is."""
+        if value in self.words or self.kind not in (int, float, str):
             return ""
-        if isinstance(value, bool) or not isinstance(value, (int, self.kind)):
-            if self.kind is int:
-                return "a whole number"
-            return "a number"
-        if self.low <= value <= self.high and value < math.inf:
-            return ""
-        if self.high == math.inf:
-            return f"at least {self.low:g}"
-        return f"from {self.low:g} to {self.high:g}"
-
-    def _words_taken(self) -> str:
         if self.kind is str:
             return f"one of {', '.join(self.words)}"
-        return " or ".join(("a number", *self.words))
+        is_number = isinstance(value, (int, self.kind)) and not isinstance(value, bool)
+        if is_number and self.low <= value <= self.high and value < math.inf:
+            return ""
+        number = "a whole number" if self.kind is int else "a number"
+        limits = f"of at least {self.low:g}"
+        if self.high < math.inf:
+            limits = f"from {self.low:g} to {self.high:g}"
+        return " or ".join([f"{number} {limits}", *self.words])
 
 
 @dataclass(frozen=True)
@@ -93,17 +85,6 @@ class Target:
     def load_layers(self) -> list[type]:
         """Return the classes of its layers, imported where they are named by strings."""
         return [_loaded(layer) for layer in self.layers]
-
-    def layer(self, name: str) -> type | None:
-        """Return its layer class of a name, imported if it is named by a string; None if it has
-        none.
-        """
-        for layer in self.layers:
-            known_as = layer.partition(":")[2] if isinstance(layer, str) else layer.__name__
-            if known_as == name:
-                cls: type = _loaded(layer)
-                return cls
-        return None
 
 
 def _loaded(reference: Any) -> Any:
@@ -227,7 +208,9 @@ def listed_targets() -> str:
 def layer_named(name: str) -> type | None:
     """Return the layer class of that name of any target; None if there is none."""
     for target in TARGETS.values():
-        layer = target.layer(name)
-        if layer is not None:
-            return layer
+        for layer in target.layers:
+            known_as = layer.partition(":")[2] if isinstance(layer, str) else layer.__name__
+            if known_as == name:
+                cls: type = _loaded(layer)
+                return cls
     return None

@@ -51,22 +51,26 @@ def test_each_option_is_refused_where_it_means_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [
-        ("gn", {"groups": 0}, "`groups` must be at least 1, not 0"),
-        ("gn", {"groups": 2.5}, "`groups` must be a whole number, not 2.5"),
-        ("gn", {"groups": "many"}, "`groups` must be a number or auto, not 'many'"),
+        ("gn", {"groups": 0}, "`groups` must be a whole number of at least 1 or auto, not 0"),
+        ("gn", {"groups": 2.5}, "`groups` must be a whole number of at least 1 or auto, not 2.5"),
+        (
+            "gn",
+            {"groups": "many"},
+            "`groups` must be a whole number of at least 1 or auto, not 'many'",
+        ),
         ("gn", {"groups": True}, "`groups` must be a whole number"),
         ("gn", {"group_channels": 16, "groups": 8}, "`groups` and `group_channels` both say"),
         ("gn", {"groups": "auto"}, "measures on images; pass some with `calibrate`"),
         ("gn", {"pn_restore": False}, "`pn_restore` means nothing without ProxyNorm or `ws`"),
-        ("bnn", {"noise": -1}, "`noise` must be at least 0"),
-        ("bnn", {"noise": float("nan")}, "`noise` must be at least 0"),
+        ("bnn", {"noise": -1}, "`noise` must be a number of at least 0 or paper"),
+        ("bnn", {"noise": float("nan")}, "`noise` must be a number of at least 0 or paper"),
         (
             "bnn",
             {"noise_kind": "none"},
             "`noise_kind` must be one of scaled, unscaled, gaussian-dropout",
         ),
-        ("bnn", {"alpha": 1.5}, "`alpha` must be from 0 to 1, not 1.5"),
-        ("bnn", {"alpha": "all"}, "`alpha` must be a number, not 'all'"),
+        ("bnn", {"alpha": 1.5}, "`alpha` must be a number from 0 to 1, not 1.5"),
+        ("bnn", {"alpha": "all"}, "`alpha` must be a number from 0 to 1, not 'all'"),
     ],
 )
 def test_out_of_range(to: str, options: dict[str, Any], message: str) -> None:

@@ -101,7 +101,7 @@ def test_its_options_are_its_own() -> None:
     assert listed_targets().endswith("; shrunk (a smaller output)")
     with pytest.raises(UsageError, match=r"`shrink` means nothing to this target \(ln\)"):
         retrofit.plan(net(), "ln", shrink=2.0)
-    with pytest.raises(UsageError, match="`shrink` must be at least 1, not 0"):
+    with pytest.raises(UsageError, match="`shrink` must be a number of at least 1, not 0"):
         retrofit.plan(net(), "shrunk", shrink=0.0)
     with pytest.raises(UsageError, match="`groups` means nothing to this target"):
         retrofit.plan(net(), "shrunk", groups=2)

@@ -159,7 +159,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         (
             "convert test_resnet --to gn --groups many",
             2,
-            "--groups must be a number or auto, not 'many'",
+            "--groups must be a whole number of at least 1 or auto, not 'many'",
         ),
         ("convert test_resnet --to frn-tlu --strength 0", 2, "--strength means nothing to"),
         ("convert test_resnet --to bnn -o b.safetensors --model-kwargs depht=3", 2, "depht"),
