@@ -9,7 +9,6 @@ a proxy-normalized one.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.norm_sites import Site, Sites
 from retrofit.graph.rewrite import replace_activation, replace_module
-from retrofit.layers import MigratedGroupNorm, MigratedGroupNormAct, ProxyNorm
+from retrofit.layers import ProxyNorm
 from retrofit.layers.group_migration import group_gain, migrated_group_norm, settled_eps
+from retrofit.registry import layer_named
 from retrofit.surgery.converter import (
     Converter,
     Decisions,
@@ -92,20 +92,18 @@ class BatchIndependentConverter(Converter):
         """Refuse options that mean nothing to this target, or to these layers."""
         if options.pn_restore is not None and not (self.takes_activations or options.ws):
             raise UsageError("`pn_restore` means nothing without ProxyNorm or `ws`; leave it out")
-        for name in ("groups", "group_channels"):
-            means_nothing = {layer.family for layer in layers} == {"gn"}
-            if means_nothing and getattr(options, name) is not None:
-                raise UsageError(
-                    f"`{name}` means nothing to GroupNorm that is there, whose groups stay; "
-                    "leave it out"
-                )
+        only_groups = {layer.family for layer in layers} == {"gn"}
+        if only_groups and (options.groups or options.group_channels):
+            raise UsageError(
+                "`groups` and `group_channels` mean nothing to GroupNorm that is there, whose "
+                "groups stay; leave them out"
+            )
 
     def converts_in_place(self, layer: NormLayer) -> bool:
         return layer.family == "gn"
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        fused = row.target == MigratedGroupNormAct.__name__
-        cls = MigratedGroupNormAct if fused else MigratedGroupNorm
+        cls: Any = layer_named(str(row.target))
         mean = module.running_mean
         groups = row.options["num_groups"]
         layer = cls(
@@ -189,10 +187,10 @@ class BatchIndependentConverter(Converter):
         settled: dict[str, Any] = {"num_groups": groups, "eps": eps}
         if self._drops_shift(layer, options, sites):
             settled["bias"] = False
-        cls = MigratedGroupNorm
+        target = "MigratedGroupNorm"
         if hasattr(module, "act"):
-            cls = MigratedGroupNormAct
-        return layer.row("converted", reason, cls.__name__, **settled)
+            target = "MigratedGroupNormAct"
+        return layer.row("converted", reason, target, **settled)
 
     def _drops_shift(self, layer: NormLayer, options: ConversionOptions, sites: Sites) -> bool:
         """Whether the layer is the last of an EfficientNet block that is to be trained from scratch
@@ -235,11 +233,10 @@ def _proxy(model: nn.Module, site: Site, row: EditRow) -> int:
     activation = site.activation
     assert activation is not None
     norm: Any = model.get_submodule(row.norm)
-    like = next(chain(norm.parameters(), norm.buffers()), None)
-    device, dtype = placement_of(model)
-    if like is not None:
-        device = like.device
-        dtype = like.dtype
+    holder = norm
+    if not list(norm.parameters()):
+        holder = model
+    device, dtype = placement_of(holder)
     proxied = ProxyNorm(
         activation.module,
         norm.num_channels,

@@ -2,18 +2,17 @@
 2020).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu
 
 from retrofit.conversion_options import ConversionOptions
-from retrofit.layers.converted_layer import check_groups, hold_settings
+from retrofit.layers.constant_maps import ChannelMap
 from retrofit.surgery.converter import group_count
 from retrofit.surgery.norm_layers import NormLayer
-from retrofit.surgery.targets.fused_layers import FusedConverter, TrainedBatchNorm
+from retrofit.surgery.targets.fused_layers import FusedConverter
 
 # The paper's number of groups.
 _GROUPS = 32
@@ -38,29 +37,21 @@ class EvoNormConverter(FusedConverter):
         groups, remark = group_count(layer.name, layer.layer.num_features, options, _GROUPS)
         return {"groups": groups}, remark
 
-    def migrated(self, new: Any, source: TrainedBatchNorm) -> dict[str, Tensor]:
-        slope = source.slope
+    def migrated(
+        self, new: Any, source: ChannelMap, mean: Tensor, mean_square: Tensor
+    ) -> dict[str, Tensor]:
+        slope, shift = source.affine()
         if new.v is None:
-            return {"weight": slope, "bias": source.beta - slope * source.mean}
-        group_std = _group_std(source, new.groups, new.eps)
-        std = group_std.repeat_interleave(len(slope) // new.groups)
+            return {"weight": slope, "bias": shift}
+        group_mean = mean.view(new.groups, -1).mean(1)
+        group_var = mean_square.view(new.groups, -1).mean(1) - group_mean.square()
+        std = (group_var + new.eps).sqrt().repeat_interleave(len(slope) // new.groups)
         steps = torch.arange(_SAMPLES, dtype=torch.float64, device=slope.device)
         normal = torch.special.ndtri((steps + 0.5) / _SAMPLES).unsqueeze(1)
-        expected = silu(source.gamma * normal + source.beta).mean(0)
-        inputs = source.mean + source.sigma * normal
-        unshifted = silu(slope * inputs).mean(0)
+        spread = source.gamma * normal
+        expected = silu(spread + source.beta).mean(0)
+        unshifted = silu(spread + slope * mean).mean(0)
         return {"v": slope, "weight": slope * std, "bias": expected - unshifted}
-
-    def hold(self, new: nn.Module, channels: int, device: torch.device) -> None:
-        hold_settings(new, {"groups": partial(check_groups, channels)}, device)
-
-
-def _group_std(source: TrainedBatchNorm, groups: int, eps: float) -> Tensor:
-    """Return the standard deviation of each group's values, (groups,), by the running statistics."""
-    channel_squares = source.var + source.mean.square()
-    mean = source.mean.view(groups, -1).mean(1)
-    mean_square = channel_squares.view(groups, -1).mean(1)
-    return (mean_square - mean.square() + eps).sqrt()
 
 
 EVONORM_S0 = EvoNormConverter()

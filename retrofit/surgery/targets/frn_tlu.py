@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.surgery.targets.fused_layers import FusedConverter, TrainedBatchNorm
+from retrofit.layers.constant_maps import ChannelMap
+from retrofit.surgery.targets.fused_layers import FusedConverter
 
 
 class FilterResponseConverter(FusedConverter):
@@ -17,13 +18,12 @@ class FilterResponseConverter(FusedConverter):
 
     layer = "FilterResponseNormTlu2d"
 
-    def migrated(self, new: Any, source: TrainedBatchNorm) -> dict[str, Tensor]:
-        mean_square = source.var + source.mean.square()
-        return {
-            "weight": source.slope * (mean_square + new.eps).sqrt(),
-            "bias": source.beta - source.slope * source.mean,
-            "tau": torch.zeros_like(source.mean),
-        }
+    def migrated(
+        self, new: Any, source: ChannelMap, mean: Tensor, mean_square: Tensor
+    ) -> dict[str, Tensor]:
+        slope, shift = source.affine()
+        weight = slope * (mean_square + new.eps).sqrt()
+        return {"weight": weight, "bias": shift, "tau": torch.zeros_like(shift)}
 
 
 FRN_TLU = FilterResponseConverter()

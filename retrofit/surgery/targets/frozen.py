@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from retrofit.conversion_options import ConversionOptions
-from retrofit.layers import FrozenBatchNorm, FrozenBatchNormAct
+from retrofit.layers import FrozenBatchNorm
+from retrofit.registry import layer_named
 from retrofit.surgery.converter import Converter, adopt
 from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow
@@ -30,11 +31,13 @@ class FrozenConverter(Converter):
             return layer.row(
                 "unsupported", "it tracks no running statistics, so there is nothing to freeze"
             )
-        cls = FrozenBatchNormAct if hasattr(layer.layer, "act") else FrozenBatchNorm
-        return layer.row("converted", target=cls.__name__)
+        target = "FrozenBatchNorm"
+        if hasattr(layer.layer, "act"):
+            target = "FrozenBatchNormAct"
+        return layer.row("converted", target=target)
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        cls = FrozenBatchNormAct if row.target == FrozenBatchNormAct.__name__ else FrozenBatchNorm
+        cls: Any = layer_named(str(row.target))
         new: nn.Module = adopt(cls(module.running_mean.numel(), device=device), module)
         return new
 

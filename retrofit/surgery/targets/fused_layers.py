@@ -9,7 +9,7 @@ of a network that was not trained that makes timm's own first values.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,42 +19,13 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import UsageError
 from retrofit.graph.norm_sites import Site, Sites
 from retrofit.graph.rewrite import replace_activation
+from retrofit.layers.constant_maps import ChannelMap
+from retrofit.layers.converted_layer import check_groups, hold_settings, library_class
 from retrofit.surgery.converter import Converter, Decisions, activation_problem, adopt
 from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 
 _MAPS = ("BatchNorm2d", "SyncBatchNorm", "BatchNormAct2d", "SyncBatchNormAct")
-
-
-@dataclass(frozen=True)
-class TrainedBatchNorm:
-    """What a trained BatchNorm says of its channels, (C,) each in float64: with h = (x - mean) /
-    sigma by the running statistics, its output is gamma * h + beta.
-    """
-
-    mean: Tensor
-    var: Tensor
-    sigma: Tensor
-    gamma: Tensor
-    beta: Tensor
-
-    @classmethod
-    def of(cls, layer: Any) -> "TrainedBatchNorm":
-        """Read a layer with running statistics."""
-        mean = layer.running_mean.double()
-        var = layer.running_var.double()
-        gamma = torch.ones_like(mean)
-        if layer.weight is not None:
-            gamma = layer.weight.double()
-        beta = torch.zeros_like(mean)
-        if layer.bias is not None:
-            beta = layer.bias.double()
-        return cls(mean, var, (var + layer.eps).sqrt(), gamma, beta)
-
-    @property
-    def slope(self) -> Tensor:
-        """The output's derivative by x."""
-        return self.gamma / self.sigma
 
 
 class FusedConverter(Converter):
@@ -72,17 +43,23 @@ class FusedConverter(Converter):
     layer: str
 
     @abstractmethod
-    def migrated(self, new: Any, source: TrainedBatchNorm) -> dict[str, Tensor]:
-        """Return the parameters, (C,) each, with which `new` comes closest to its source."""
+    def migrated(
+        self, new: Any, source: ChannelMap, mean: Tensor, mean_square: Tensor
+    ) -> dict[str, Tensor]:
+        """Return the parameters with which `new` comes closest to its source, (C,) each in float64.
+
+        Args:
+            new: The layer of timm's.
+            source: BatchNorm in evaluation.
+            mean: Its running mean.
+            mean_square: The mean square of its input, by the running statistics.
+        """
 
     def layer_options(
         self, layer: NormLayer, options: ConversionOptions
     ) -> tuple[dict[str, Any], str]:
         """Return arguments of the layer's constructor, and a remark."""
         return {}, ""
-
-    def hold(self, new: nn.Module, channels: int, device: torch.device) -> None:
-        """Have the state dict hold what no tensor of the layer shows."""
 
     def plan(
         self, model: nn.Module, layers: Sequence[NormLayer], options: ConversionOptions
@@ -100,7 +77,7 @@ class FusedConverter(Converter):
         rows = []
         for layer in layers:
             calls = [site for site in sites.sites if model.get_submodule(site.norm) is layer.module]
-            problem = self._problem(model, layer, calls, sites)
+            problem = self._problem_of_layer(layer) or _problem_of_calls(model, layer, calls, sites)
             if problem:
                 rows.append(layer.row("unsupported", problem))
                 continue
@@ -113,28 +90,32 @@ class FusedConverter(Converter):
         return rows, edits, sites
 
     def build(self, module: Any, row: LayerRow, device: torch.device) -> nn.Module:
-        import timm.layers
-
         like = module.weight
         if like is None:
             like = module.running_mean
-        cls = getattr(timm.layers, self.layer)
-        new: Any = cls(module.num_features, **row.options).to(like)
+        channels = module.num_features
+        new: Any = library_class(self.layer)(channels, **row.options).to(like)
         eps = new.eps
         parameters = dict(new._parameters)
         adopt(new, module).eps = eps
-        trained = module.weight is None or module.weight.requires_grad
         for name, parameter in parameters.items():
             if module._parameters.get(name) is None:
+                trained = module.weight is None or module.weight.requires_grad
                 new._parameters[name] = parameter.requires_grad_(trained)
         if device.type != "meta":
+            mean = module.running_mean.double()
+            mean_square = module.running_var.double() + mean.square()
+            source = ChannelMap.of(
+                module.running_mean, module.running_var, module.eps, module.weight, module.bias
+            )
             with torch.no_grad():
-                for name, value in self.migrated(new, TrainedBatchNorm.of(module)).items():
+                for name, value in self.migrated(new, source, mean, mean_square).items():
                     if getattr(new, name) is not None:
                         getattr(new, name).copy_(value)
         new._buffers.clear()
         new._modules.clear()
-        self.hold(new, module.num_features, device)
+        if "groups" in row.options:
+            hold_settings(new, {"groups": partial(check_groups, channels)}, device)
         return new
 
     def finish(
@@ -151,13 +132,8 @@ class FusedConverter(Converter):
             "has to do the rest",
         )
 
-    def _problem(
-        self, model: nn.Module, layer: NormLayer, calls: Sequence[Site], sites: Sites
-    ) -> str:
-        """Why a layer cannot be converted, given the sites that call it; empty if it can."""
-        return self._problem_of_layer(layer) or self._problem_of_calls(model, layer, calls, sites)
-
     def _problem_of_layer(self, layer: NormLayer) -> str:
+        """Why a layer cannot be converted, wherever it is called; empty if it can."""
         if layer.known_class not in _MAPS:
             return f"{self.layer} normalizes maps, (N, C, H, W), alone"
         if layer.layer.running_mean is None:
@@ -166,22 +142,21 @@ class FusedConverter(Converter):
             return "it holds a dropout between normalization and activation"
         return ""
 
-    def _problem_of_calls(
-        self, model: nn.Module, layer: NormLayer, calls: Sequence[Site], sites: Sites
-    ) -> str:
-        if not calls:
-            why = sites.uncovered.get(layer.name, "no trace shows its call")
-            return f"what follows it is unknown: {why}"
-        followed = [site.activation is not None for site in calls]
-        if any(followed) and not all(followed):
-            return "called at several places, and an activation follows at some of them only"
-        if not any(followed) and not _is_identity(layer.layer, "act"):
-            return calls[0].reason
-        for site in calls:
-            problem = activation_problem(model, site)
-            if problem:
-                return problem
-        return ""
+
+def _problem_of_calls(
+    model: nn.Module, layer: NormLayer, calls: Sequence[Site], sites: Sites
+) -> str:
+    """Why a layer cannot be converted, given the sites that call it; empty if it can."""
+    if not calls:
+        why = sites.uncovered.get(layer.name, "no trace shows its call")
+        return f"what follows it is unknown: {why}"
+    followed = [site.activation is not None for site in calls]
+    if any(followed) and not all(followed):
+        return "called at several places, and an activation follows at some of them only"
+    if not any(followed) and not _is_identity(layer.layer, "act"):
+        return calls[0].reason
+    problems = [activation_problem(model, site) for site in calls]
+    return next(filter(None, problems), "")
 
 
 def _is_identity(layer: Any, child: str) -> bool:
