@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.graph.norm_sites import Site, Sites
+from retrofit.graph.rewrite import replace_module
 from retrofit.layers import ProxyNorm
 from retrofit.record import network_in, plans_of, set_record, unwrapped
 from retrofit.surgery import bypass_guards
@@ -53,10 +54,8 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
             return model, report
         if part is network:
             return converted, report
-        modules = network.named_modules(remove_duplicate=False)
-        for name, module in list(modules):
-            if module is part:
-                network.set_submodule(name, converted)
+        name = next(name for name, module in network.named_modules() if module is part)
+        replace_module(network, name, converted)
         return model, report
 
 
@@ -75,11 +74,10 @@ def _check_layers(plan: Plan, norms: Sequence[NormLayer]) -> None:
     """Refuse a plan for layers of other names or classes."""
     planned = {row.name: row.source for row in plan.layers}
     actual = {norm.name: norm.label for norm in norms}
-    names = {**planned, **actual}
-    for name in names:
-        if planned.get(name) != actual.get(name):
-            in_plan = planned.get(name, "absent")
-            here = actual.get(name, "absent")
+    for name in {**planned, **actual}:
+        in_plan = planned.get(name, "absent")
+        here = actual.get(name, "absent")
+        if in_plan != here:
             raise RetrofitError(
                 f"the plan was made for another model: {name!r} is {in_plan} in the plan "
                 f"and {here} here; make a new plan"
@@ -185,9 +183,7 @@ def _have_proxies_follow(model: nn.Module, built: dict[nn.Module, nn.Module]) ->
 
 
 def _note_on_thawed(built: dict[nn.Module, nn.Module]) -> str:
-    thawed = 0
-    for source, new in built.items():
-        thawed += bool(source._buffers.keys() & new._parameters.keys())
+    thawed = sum(bool(old._buffers.keys() & new._parameters.keys()) for old, new in built.items())
     if not thawed:
         return ""
     return (

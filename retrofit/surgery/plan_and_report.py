@@ -157,7 +157,7 @@ class Plan:
         another; empty if none was.
         """
         settings = [
-            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            f"{name}={value}"
             for name, value in self.options.items()
             if name not in _SELECTION and value is not None
         ]
@@ -244,11 +244,9 @@ class Report:
             "check": None,
         }
         if self.check is not None:
-            figures = self.check.to_dict()
             shown = ("max_abs_diff", "scale", "tolerance", "passed")
-            check = {name: figures[name] for name in shown}
-            check["identity"] = self.identity
-            values["check"] = check
+            figures = {name: getattr(self.check, name) for name in shown}
+            values["check"] = {**figures, "identity": self.identity}
         if self.agreement is not None:
             values["agreement"] = self.agreement
         if self.change is not None:

@@ -354,5 +354,5 @@ def test_a_report_prints_as_a_small_table() -> None:
 def test_a_report_names_the_options_that_were_given() -> None:
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     control = retrofit.plan(network, "bnn", noise=0.4, alpha=0.0, only="1")
-    assert str(control).startswith("to bnn (noise=0.4, alpha=0): 1 converted")
+    assert str(control).startswith("to bnn (noise=0.4, alpha=0.0): 1 converted")
     assert str(retrofit.plan(network, "bnn")).startswith("to bnn: 1 converted")

@@ -295,11 +295,10 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         again.
         """
         if self.running_var is not None and prefix + "running_whitening" not in state_dict:
-            first = self._uncorrelated(
-                state_dict.get(prefix + "running_var", self.running_var).to(self.running_var)
-            )
-            for name, value in zip(("running_covariance", "running_whitening"), first, strict=True):
-                state_dict[prefix + name] = value
+            var = state_dict.get(prefix + "running_var", self.running_var).to(self.running_var)
+            covariance, whitening = self._uncorrelated(var)
+            state_dict[prefix + "running_covariance"] = covariance
+            state_dict[prefix + "running_whitening"] = whitening
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -345,9 +344,19 @@ class DecorrelatedConverter(NormalityConverter):
 
     def decide(self, layer: NormLayer, options: ConversionOptions) -> LayerRow:
         cls = layer.known_class.replace("BatchNorm", self.replacement)
-        problem = self._problem(layer, cls)
-        if problem:
-            return layer.row("unsupported", problem)
+        # Every BatchNorm has a registered counterpart but torch's and timm's synchronized ones.
+        if layer_named(cls) is None:
+            return layer.row(
+                "unsupported",
+                "whitening matrices are not synchronized between processes; convert it to "
+                "BatchNorm first",
+            )
+        if layer.layer.running_mean is None:
+            return layer.row(
+                "unsupported",
+                "it tracks no running statistics, so there would be no whitening matrix at test "
+                "time",
+            )
         channels = layer.layer.num_features
         most = options.group_size or GROUP_SIZE
         size = largest_divisor(channels, most)
@@ -364,21 +373,6 @@ class DecorrelatedConverter(NormalityConverter):
         # The source's running variance is adopted only now.
         new.reset_running_whitening()
         return new
-
-    def _problem(self, layer: NormLayer, cls: str) -> str:
-        """Why a layer has no counterpart of that class; empty if it has."""
-        # Every BatchNorm has a registered counterpart but torch's and timm's synchronized ones.
-        if layer_named(cls) is None:
-            return (
-                "whitening matrices are not synchronized between processes; convert it to "
-                "BatchNorm first"
-            )
-        if layer.layer.running_mean is None:
-            return (
-                "it tracks no running statistics, so there would be no whitening matrix at "
-                "test time"
-            )
-        return ""
 
 
 DBN = DecorrelatedConverter()
