@@ -48,12 +48,12 @@ def refuse_fusing(model: nn.Module, converted: AbstractSet[nn.Module]) -> str:
         if not methods or all(isinstance(layer, FrozenBatchNorm) for layer in layers):
             continue
         blocks += 1
-        for name in methods:
-            message = (
-                f"{type(module).__name__}.{name}() would fuse a converted layer as if it were its "
-                "source; re-parameterise before converting"
-            )
-            vars(module)[name] = partial(_refuse, message)
+        refuse = partial(
+            _refuse,
+            f"{type(module).__name__} would fuse a converted layer as if it were its source; "
+            "re-parameterise before converting",
+        )
+        vars(module).update(dict.fromkeys(methods, refuse))
     if not blocks:
         return ""
     return (

@@ -121,13 +121,24 @@ class Converter(ABC):
         """
         rows = []
         for site in sites.sites:
-            if site.activation is not None:
-                problem = "its norm is not converted"
-                if site.norm in converted:
-                    problem = activation_problem(model, site)
-                rows.append(_activation_row(site, problem, target, settle))
-        for activation in sites.unmatched:
-            rows.append(EditRow(activation.name, activation.type, "", "left", activation.reason))
+            if site.activation is None:
+                continue
+            problem = "its norm is not converted"
+            if site.norm in converted:
+                problem = activation_problem(model, site)
+            row = EditRow(
+                site.activation.name,
+                site.activation.type,
+                "",
+                "left",
+                problem,
+                norm=site.norm,
+                place=site.call_index,
+            )
+            if not problem:
+                row = replace(row, target=target, status="converted", options=settle(site))
+            rows.append(row)
+        rows += [EditRow(name, cls, "", "left", reason) for name, cls, reason in sites.unmatched]
         # Why a part cannot be traced is said once: at its activations, if it has any.
         known_reasons = {activation.reason for activation in sites.unmatched}
         for norm, why in sites.uncovered.items():
@@ -135,25 +146,6 @@ class Converter(ABC):
                 reason = f"what follows its norm is unknown: {why}"
                 rows.append(EditRow(f"after {norm}", "unknown", "", "left", reason, norm=norm))
         return rows
-
-
-def _activation_row(
-    site: Site, problem: str, target: str, settle: Callable[[Site], Any]
-) -> EditRow:
-    """Return the row of the activation at a site, left where there is a problem."""
-    assert site.activation is not None
-    row = EditRow(
-        site.activation.name,
-        site.activation.type,
-        "",
-        "left",
-        problem,
-        norm=site.norm,
-        place=site.call_index,
-    )
-    if problem:
-        return row
-    return replace(row, target=target, status="converted", options=settle(site))
 
 
 def converter_for(to: str) -> Converter:

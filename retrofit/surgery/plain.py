@@ -54,7 +54,6 @@ def plain(
             the first and the reason), if other code reads the tensors of a layer that changes, or
             if the copy computes something different.
     """
-    _refuse_unless_plain(model)
     source = run_source(model, inputs, input_size)
     net = copied(model)
     forget_plans(net)
@@ -78,30 +77,25 @@ def plain(
     return net
 
 
-def _refuse_unless_plain(model: nn.Module) -> None:
-    """Refuse a network with a layer that no plain layer computes."""
-    for name, layer in model.named_modules():
-        problem = _problem(layer)
-        if problem:
-            raise RetrofitError(
-                f"no layer of torch or timm computes what {name or ROOT} does: {problem}"
-            )
-
-
 def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> nn.Module:
     """Put a plain layer in the place of every converted one; return the network to use."""
+    layers = [
+        (name, layer) for name, layer in net.named_modules() if isinstance(layer, ConvertedLayer)
+    ]
     # ProxyNorms first: they depend on gamma and beta, which are about to move into convolutions.
-    proxies = {
-        layer: layer.plain_layer()[1] for layer in net.modules() if isinstance(layer, ProxyNorm)
-    }
     # What a layer holds comes before the layer.
-    for name, layer in reversed(list(net.named_modules())):
-        if layer in proxies:
-            new: nn.Module | None = proxies[layer]
-        elif layer in feeders and isinstance(layer, ConvertedLayer):
-            new = _fold_into_feeder(layer, feeders[layer])
-        else:
-            new = plain_counterpart(layer)
+    order = sorted(reversed(layers), key=lambda named: not isinstance(named[1], ProxyNorm))
+    for name, layer in order:
+        label = name or ROOT
+        if recognition.is_altered(layer):
+            raise RetrofitError(f"{label} has hooks, or a forward of its own; remove them first")
+        try:
+            if layer in feeders:
+                new: nn.Module | None = _fold_into_feeder(layer, feeders[layer])
+            else:
+                new = plain_counterpart(layer)
+        except RetrofitError as error:
+            raise RetrofitError(f"{label}: {error}") from None
         if new is not None:
             net = replace_module(net, name, new.train(layer.training))
     return net
@@ -129,19 +123,6 @@ def plain_counterpart(layer: nn.Module) -> nn.Module | None:
         if type(new) is nn.Sequential:
             children = dict(new.named_children())
         return nn.Sequential(OrderedDict(affine=affine, **children))
-
-
-def _problem(layer: nn.Module) -> str:
-    """Why no plain layer computes what a layer does; empty if one does, or if it is not ours."""
-    if not isinstance(layer, ConvertedLayer):
-        return ""
-    try:
-        layer.plain_layer()
-    except RetrofitError as error:
-        return str(error).partition(": ")[2]
-    if recognition.is_altered(layer):
-        return "it has hooks, or a forward of its own; remove them first"
-    return ""
 
 
 def _holds_constants(layer: nn.Module) -> bool:

@@ -17,8 +17,7 @@ Status = Literal["converted", "kept", "unsupported", "left"]
 
 # How many reasons a sentence lists.
 _REASONS = 3
-# The keys of `_Rules.record` in planning.py, which say which layers are meant; a plan's other options
-# are the target's.
+# The options of a plan that say which layers are meant; the others are the target's.
 _SELECTION = ("only", "skip", "source")
 _FATES = {
     "kept": "(kept)",

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,39 +83,6 @@ class PlanRequest:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Rules:
-    """The caller's rules on which layers to convert."""
-
-    target: Target
-    families: Collection[str]
-    only: Sequence[re.Pattern[str]]
-    skip: Sequence[re.Pattern[str]]
-
-    def against(self, norm: NormLayer) -> str:
-        """Why the rules leave a layer as it is; empty if they let it through."""
-        family = norm.family
-        if family is not None and family not in self.target.families:
-            usual = _USUAL[family]
-            return f"{norm.family_name} is not a source of {self.target.name}; try `to={usual!r}`"
-        if family is not None and family not in self.families:
-            return f"{family!r} is not named in `source`"
-        if self.only and not any(pattern.search(norm.name) for pattern in self.only):
-            return "not matched by `only`"
-        for pattern in self.skip:
-            if pattern.search(norm.name):
-                return f"matched by `skip={pattern.pattern!r}`"
-        return ""
-
-    def record(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "only": [pattern.pattern for pattern in self.only],
-            "skip": [pattern.pattern for pattern in self.skip],
-            "source": sorted(self.families),
-        }
-
-
 def plan_and_sites(
     model: nn.Module, norms: Sequence[NormLayer], functions: Sequence[str], request: PlanRequest
 ) -> tuple[Plan, Sites | None]:
@@ -139,12 +106,14 @@ def plan_and_sites(
     target = target_named(request.to)
     options = ConversionOptions(**request.options)
     options.check(target)
-    rules = _rules(request, target, norms)
+    families = _families(request, target)
+    only = _patterns("only", request.only, norms)
+    skip = _patterns("skip", request.skip, norms)
 
     rows: dict[str, LayerRow] = {}
     undecided = []
     for norm in norms:
-        reason = rules.against(norm)
+        reason = _foreign_family(norm, target, families) or _left_out(norm, only, skip)
         if reason:
             rows[norm.name] = norm.row("kept", reason)
         elif norm.status != "known":
@@ -155,7 +124,12 @@ def plan_and_sites(
     rows.update({row.name: row for row in decisions})
 
     layers = tuple(rows[norm.name] for norm in norms)
-    record = {**rules.record(), **options.record()}
+    record = {
+        "only": _listed(request.only),
+        "skip": _listed(request.skip),
+        "source": sorted(families),
+        **options.record(),
+    }
     plan = Plan(request.to, layers, record, tuple(edits))
     if not plan.converted:
         raise RetrofitError(_nothing_to_convert(norms, functions, plan))
@@ -163,7 +137,8 @@ def plan_and_sites(
     return plan, sites
 
 
-def _rules(request: PlanRequest, target: Target, norms: Sequence[NormLayer]) -> _Rules:
+def _families(request: PlanRequest, target: Target) -> Sequence[str]:
+    """Return the families that are to be converted."""
     families = _listed(request.source) or target.families
     for family in families:
         if family not in target.families:
@@ -171,9 +146,29 @@ def _rules(request: PlanRequest, target: Target, norms: Sequence[NormLayer]) -> 
                 f"`source={family!r}` is no family that {target.name} converts; choose from "
                 f"{', '.join(target.families)}"
             )
-    only = _patterns("only", request.only, norms)
-    skip = _patterns("skip", request.skip, norms)
-    return _Rules(target, families, only, skip)
+    return families
+
+
+def _foreign_family(norm: NormLayer, target: Target, families: Sequence[str]) -> str:
+    """Why the family of a layer leaves it as it is; empty if it is converted, or unknown."""
+    family = norm.family
+    if family is None or family in families:
+        return ""
+    if family in target.families:
+        return f"{family!r} is not named in `source`"
+    return f"{norm.family_name} is not a source of {target.name}; try `to={_USUAL[family]!r}`"
+
+
+def _left_out(
+    norm: NormLayer, only: Sequence[re.Pattern[str]], skip: Sequence[re.Pattern[str]]
+) -> str:
+    """Which pattern leaves a layer as it is; empty if none does."""
+    if only and not any(pattern.search(norm.name) for pattern in only):
+        return "not matched by `only`"
+    for pattern in skip:
+        if pattern.search(norm.name):
+            return f"matched by `skip={pattern.pattern!r}`"
+    return ""
 
 
 def _listed(patterns: Patterns) -> list[str]:

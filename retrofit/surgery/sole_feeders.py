@@ -175,8 +175,8 @@ def _names_of(conv: nn.Module, above: set[nn.Module]) -> list[tuple[str, nn.Modu
 def _uses(code: CodeType, name: str, owner: nn.Module, module: nn.Module, calls: bool) -> bool:
     """Whether the code of a method of `owner` uses a module by its name, or all children.
 
-    It does not if `self.name` is another module, or if the code only tests for the module, takes
-    its shape, or, with `calls`, calls it.
+    It does not if `self.name` is another module, or if the code only tests for the module or, with
+    `calls`, calls it.
     """
     steps = list(instructions(code))
     around = zip([steps[0], *steps], steps, [*steps[1:], steps[-1]], strict=False)
@@ -201,14 +201,10 @@ def _is_method(step: Instruction) -> bool:
 
 def _is_self(step: Instruction) -> bool:
     """Whether a step loads `self`; Python 3.13 loads two at once."""
-    if not step.opname.startswith("LOAD_FAST"):
-        return False
-    if isinstance(step.argval, tuple):
-        return bool(step.argval[-1] == "self")
-    return bool(step.argval == "self")
+    names = step.argrepr.split(", ")
+    return step.opname.startswith("LOAD_FAST") and names[-1] == "self"
 
 
 def _only_asks(after: Instruction) -> bool:
-    """Whether a step that follows a module's mention tests it, or takes its shape."""
-    tests = "JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None"
-    return tests or after.argval in nn.Conv1d.__constants__
+    """Whether a step that follows a module's mention tests it."""
+    return "JUMP" in after.opname or after.opname == "TO_BOOL" or after.argrepr == "None"

@@ -32,7 +32,7 @@ from retrofit.surgery.converter import (
 from retrofit.surgery.norm_layers import NormLayer
 from retrofit.surgery.plan_and_report import EditRow, LayerRow, Plan
 from retrofit.surgery.targets.standardized_convolutions import (
-    notes_on_convolutions,
+    note_on_convolutions,
     plan_convolutions,
     standardized,
 )
@@ -138,7 +138,7 @@ class BatchIndependentConverter(Converter):
         convolutions = [row for row in plan.edits if row.kind == "convolution"]
         notes: list[str] = []
         if convolutions:
-            notes += notes_on_convolutions(convolutions)
+            notes.append(note_on_convolutions(convolutions))
         if added:
             notes.append(
                 f"ProxyNorm adds {added:,} parameters (proxy_bias, proxy_scale; the paper decays "

@@ -1,6 +1,5 @@
 """Weight standardization of the convolutions around batch-independent layers (`ws`)."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -13,7 +12,6 @@ from retrofit.layers import weight_standardization
 from retrofit.surgery.converter import adopt
 from retrofit.surgery.norm_layers import classify, find_norms
 from retrofit.surgery.plan_and_report import EditRow
-from retrofit.utils.text import plural, shortlist
 
 _STANDARDIZED: dict[type, Any] = {
     getattr(nn, name): getattr(weight_standardization, f"WeightStandardized{name}")
@@ -136,21 +134,11 @@ def standardized(conv: Any, restore: bool, scale: bool) -> nn.Module:
     return new
 
 
-def notes_on_convolutions(rows: Sequence[EditRow]) -> list[str]:
-    """Say how many convolutions are standardized and have a scale, which are left and why, and what
-    is unknown.
-    """
+def note_on_convolutions(rows: Sequence[EditRow]) -> str:
+    """Say how many convolutions are standardized and have a scale."""
     converted = [row for row in rows if row.status == "converted"]
     scaled = sum(row.options["scale"] for row in converted)
-    by_reason: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        by_reason[row.reason].append(row.name)
-    by_reason.pop("", None)
-    return [
+    return (
         f"{len(converted)} of {len(rows)} convolutions are standardized, {scaled} of them with a "
-        "scale that is learned",
-        *(
-            f"{plural(len(names), 'convolution')}: {why} ({shortlist(names)})"
-            for why, names in by_reason.items()
-        ),
-    ]
+        "scale that is learned"
+    )
