@@ -31,17 +31,16 @@ def _runs_on_cpu(device: str | None) -> bool:
     """Tell whether a run with this `device` setting runs on a CPU."""
     if device == "cpu":
         return True
-    kind = "no accelerator"
     present = None
     if torch.accelerator.is_available():
         present = torch.accelerator.current_accelerator()
-    if present is not None:
-        kind = present.type
-    if device not in (None, kind):
+    if device is None:
+        return present is None
+    if present is None or device != present.type:
         raise UsageError(
-            f"cannot use `device={device!r}`: there is {kind}; leave it out or use cpu"
+            f"cannot use `device={device!r}`, which is not here; leave it out or use cpu"
         )
-    return present is None
+    return False
 
 
 def _mixed_precision(recipe: Recipe, on_cpu: bool) -> str:
@@ -56,13 +55,12 @@ def _mixed_precision(recipe: Recipe, on_cpu: bool) -> str:
 
 
 def _refuse_missing_trackers(names: list[str]) -> None:
-    trackers = [str(getattr(name, "value", name)) for name in get_available_trackers()]
-    missing = [name for name in names if name not in trackers]
+    present = [str(name) for name in get_available_trackers()]
+    missing = [name for name in names if name not in present]
     if missing:
-        installed = ", ".join(trackers) or "none"
         raise UsageError(
             f"`log_with={missing[:1]!r}` is no tracker of accelerate here "
-            f"(installed here: {installed}); install it"
+            f"(installed here: {', '.join(present)}); install it"
         )
 
 

@@ -11,8 +11,6 @@ from retrofit.utils.forward_pass import device_of, evaluating
 
 # A network that has begun to learn has a loss below this share of that of guessing.
 _NEAR = 0.95
-# Steps of a run that may have ended before it began to learn.
-_FEW_STEPS = 100
 # Outputs do not depend on the image if they differ between images by less than this share of their
 # difference between classes.
 _SAME = 0.05
@@ -100,14 +98,13 @@ def all_alike(model: nn.Module, images: Tensor) -> bool:
 
 def explanation(recipe: Recipe, steps: int, collapsed: bool, untrained: bool) -> str:
     """Say what a run at chance most likely suffers from, and what to change."""
-    if not collapsed and untrained:
-        return "it began with random weights: train it longer, or begin with trained ones"
-    if not collapsed and steps < _FEW_STEPS:
-        return (
-            f"{steps} steps are few: train it longer, and if that does not help lower `lr` or "
-            "raise `warmup_epochs`"
-        )
-    cause = f"the learning rate {recipe.lr:g} is probably too high"
     if collapsed:
-        cause = f"its features have collapsed, all images get the same answer: {cause}"
-    return f"{cause}; lower `lr` or raise `warmup_epochs`"
+        cause = "its features have collapsed, all images get the same answer"
+    elif untrained:
+        return "it began with random weights: train it longer, or begin with trained ones"
+    else:
+        cause = f"{steps} steps may be too few"
+    return (
+        f"{cause}, or the learning rate {recipe.lr:g} is too high; lower `lr`, raise "
+        "`warmup_epochs`, or train it longer"
+    )

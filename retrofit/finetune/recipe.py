@@ -13,7 +13,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     model_validator,
 )
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 else:
     # Without torch, so that --help and the shell's completion answer at once.
     NoiseKind = Literal[OPTIONS["noise_kind"].words]
-
-# Those of timm's that need no metric.
-_SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "constant", "none")
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -54,7 +50,6 @@ def _parts(value: Any) -> Any:
 Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_listed)]
 Milestones = Annotated[list[Count], BeforeValidator(_listed)]
 Split = Annotated[str | Fraction, BeforeValidator(_parts)]
-InLowerCase = Annotated[str, StringConstraints(to_lower=True)]
 
 
 def _as(default: Any, description: str) -> Any:
@@ -115,7 +110,7 @@ class Recipe(BaseModel):
         None, "Layer-wise learning rate decay."
     )
     clip_grad: NotNegative | None = _as(1.0, "Clip the gradient to this norm; 0: no clipping.")
-    sched: InLowerCase = _as(
+    sched: Literal["cosine", "tanh", "step", "multistep", "poly", "constant", "none"] = _as(
         "cosine", "timm's learning rate schedule; constant has a warm-up, none does not."
     )
     warmup_epochs: NotNegative | None = _as(
@@ -199,16 +194,16 @@ class Recipe(BaseModel):
         from timm.optim import list_optimizers
 
         wrong = list(self._contradictions())
-        wrong += _unknown("opt", self.opt, list_optimizers())
-        wrong += _unknown("sched", self.sched, _SCHEDULES)
+        optimizers = list_optimizers()
+        if self.opt.lower() not in optimizers:
+            hint = did_you_mean(self.opt.lower(), optimizers)
+            wrong.append(f"opt {shown(self.opt)} is unknown to timm{hint}")
         if wrong:
             raise ValueError(", ".join(wrong))
         return self
 
     def _contradictions(self) -> Iterator[str]:
         """Give a sentence for each contradiction between settings."""
-        if self.match and not self.checkpoint:
-            yield "match says how to pair a checkpoint's tensors, set checkpoint too"
         yield from self._objective_contradictions()
         yield from self._schedule_contradictions()
         if self.amp_dtype and not self.amp:
@@ -273,9 +268,9 @@ FREE = frozenset({"workers", "device", "checkpoint_every", "log_with"})
 PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})
 
 
-def _unknown(setting: str, value: str, known: Collection[str]) -> list[str]:
-    if value.lower() in known:
-        return []
-    close = difflib.get_close_matches(value.lower(), known, n=3, cutoff=0.4)
-    close = close or sorted(known)[:5]
-    return [f"{setting} {shown(value)} is unknown to timm (did you mean {' or '.join(close)}?)"]
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """Return a question, in brackets, for what a word may stand for; nothing if it is like none."""
+    close = difflib.get_close_matches(word[:64], known, n=2, cutoff=0.5)
+    if not close:
+        return ""
+    return f" (did you mean {' or '.join(close)}?)"

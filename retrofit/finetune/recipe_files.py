@@ -2,7 +2,6 @@
 bounds.
 """
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ import yaml
 from pydantic import ValidationError
 
 from retrofit.errors import UsageError
-from retrofit.finetune.recipe import Recipe
+from retrofit.finetune.recipe import Recipe, did_you_mean
 from retrofit.utils.files import read_text
-from retrofit.utils.text import one_line, plural, printable, shortlist, shown
+from retrofit.utils.text import one_line, plural, printable, shown
 
 _INSTALLED = Path(__file__).parents[1] / "recipes"
 # In a source checkout they lie beside the package.
@@ -58,12 +57,9 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
         return Recipe.model_validate(settings)
     except ValidationError as error:
         sentences = _mistakes(settings, error)
-    advice = "correct them"
-    if len(sentences) == 1:
-        advice = "correct it"
     mistakes = plural(len(sentences), "mistake")
     listed = printable(", ".join(sentences), _LONGEST)
-    raise UsageError(f"{mistakes} in {title}: {listed}; {advice}")
+    raise UsageError(f"{mistakes} in {title}: {listed}; change what is named")
 
 
 def _names_a_dataset(path: Any) -> bool:
@@ -87,10 +83,7 @@ def _sentence(problem: dict[str, Any]) -> str:
     """Say what is wrong with one value."""
     key = "".join(map(str, problem["loc"][:1]))
     if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key[:64].replace("-", "_"), Recipe.model_fields, n=2)
-        hint = ""
-        if close:
-            hint = f" (did you mean {' or '.join(close)}?)"
+        hint = did_you_mean(key.replace("-", "_"), Recipe.model_fields)
         return f"unknown setting {shown(key)}{hint}"
     if not key:
         return str(problem["msg"]).removeprefix("Value error, ")
@@ -114,11 +107,8 @@ def recipe_text(name: str) -> str:
     """
     names = list(recipe_summaries())
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names
-        raise UsageError(
-            f"no recipe {shown(name, 100)} (see `retrofit recipes`); did you mean "
-            f"{' or '.join(close)}?"
-        )
+        hint = did_you_mean(name, names)
+        raise UsageError(f"no recipe {shown(name, 100)}{hint}; `retrofit recipes` lists them all")
     return (_RECIPES / f"{name}.yaml").read_text()
 
 
@@ -144,12 +134,9 @@ def recipe_settings(name: str | Path) -> dict[str, Any]:
         ) from error
     if settings is None:
         return {}
-    if not isinstance(settings, dict):
+    if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
         raise UsageError(f"{title} holds no settings; write one `name: value` a line")
-    return {
-        key if isinstance(key, str) else f"<{type(key).__name__}>": value
-        for key, value in settings.items()
-    }
+    return settings
 
 
 class _SettingsLoader(yaml.SafeLoader):
@@ -168,8 +155,7 @@ class _SettingsLoader(yaml.SafeLoader):
         """
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
-            counts = Counter(str(key.value) for key, _ in node.value)
-            raise yaml.YAMLError(
-                f"it sets {shortlist([name for name in counts if counts[name] > 1])} twice"
-            )
+            names = Counter(str(key.value) for key, _ in node.value)
+            ((twice, _),) = names.most_common(1)
+            raise yaml.YAMLError(f"it sets {twice} twice")
         return mapping

@@ -26,7 +26,7 @@ from retrofit.finetune.validation import validate
 from retrofit.networks import artifact
 from retrofit.networks.open_model import Network
 from retrofit.running_statistics import local_norms, recentre, update_bn
-from retrofit.utils.text import shortlist
+from retrofit.utils.text import one_line, shortlist
 
 # Images that show whether the network answers the same to all.
 _FEW = 8
@@ -237,21 +237,19 @@ class Run(PreparedRun):
             step=position.step,
             steps=position.steps,
             loss=math.nan,
-            lr=self._rate(),
-            strength=self._strength(),
-            images_per_second=self._images_per_second(images),
+            **self._course(images),
         )
 
-    def _images_per_second(self, images: float) -> float:
-        return images / max(self.position.seconds, 1e-9)
-
-    def _rate(self) -> float:
-        return float(max(group["lr"] for group in self.optimizer.param_groups))
-
-    def _strength(self) -> float | None:
-        if self.strength_schedule is None:
-            return None
-        return self.strength_schedule.strength
+    def _course(self, images: float) -> dict[str, Any]:
+        """Return learning rate, strength, and the speed for so many images of the epoch so far."""
+        strength = None
+        if self.strength_schedule is not None:
+            strength = self.strength_schedule.strength
+        return {
+            "lr": float(max(group["lr"] for group in self.optimizer.param_groups)),
+            "strength": strength,
+            "images_per_second": round(images / max(self.position.seconds, 1e-9), 1),
+        }
 
     def _judge_steps(self, every: bool) -> None:
         """Report the steps that are due, or every one; end the run after one that is not finite."""
@@ -281,10 +279,9 @@ class Run(PreparedRun):
         # The other processes do not take part.
         with local_norms(self.model):
             cause, advice = divergence_of(self.model, images, fault)
-        good = run_state.load_state(self.folder)["positions"][0]["step"]
         return RetrofitError(
             f"{description} is not finite at step {step} of {self.position.steps}: {cause}; "
-            f"the last good state is {self.folder / run_state.STATE}, step {good}; {advice}"
+            f"the last good state is {self.folder / run_state.STATE}; {advice}"
         )
 
     def end_epoch(self) -> None:
@@ -306,10 +303,8 @@ class Run(PreparedRun):
             "epoch": position.step // self.epoch_steps,
             "step": position.step,
             "train_loss": train_loss,
-            "lr": self._rate(),
-            "strength": self._strength(),
+            **self._course(images),
             "noise": noise,
-            "images_per_second": round(self._images_per_second(images), 1),
             "unreadable": len(position.unreadable),
             **measured,
         }
@@ -361,10 +356,13 @@ class Run(PreparedRun):
     def _draw(self) -> None:
         if not self.position.rows:
             return
-        problem = run_report.draw(self.folder, self.position.rows)
-        if problem is not None:
+        try:
+            run_report.draw(self.folder, self.position.rows)
+        # matplotlib or the disk may fail, which is not worth the run.
+        except Exception as error:
             self.callback.note(
-                f"warning: a picture cannot be drawn ({problem}); the run is complete without it"
+                f"warning: a picture cannot be drawn ({one_line(error)}); "
+                "the run is complete without it"
             )
 
     def _write_artifact(
@@ -400,6 +398,10 @@ def _measured(accuracy: Accuracy | None) -> dict[str, float | None]:
     """Return an epoch's validation metrics."""
     if accuracy is None:
         return dict.fromkeys(("val_top1", "val_top5", "val_loss"))
-    measured = {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": accuracy.loss}
-    # Where no image has finite scores, the loss is NaN.
-    return {name: None if math.isnan(value) else value for name, value in measured.items()}
+    loss = accuracy.loss
+    return {
+        "val_top1": accuracy.top1,
+        "val_top5": accuracy.top5,
+        # Where no image has finite scores, it is NaN.
+        "val_loss": loss if math.isfinite(loss) else None,
+    }

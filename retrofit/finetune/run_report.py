@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.utils.files import atomic_write
-from retrofit.utils.text import one_line
 
 _PANELS = (
     {"train_loss": "training loss", "val_loss": "validation loss"},
@@ -65,20 +64,8 @@ def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def draw(folder: Path, rows: list[dict[str, Any]]) -> str | None:
-    """Draw curves.png: loss, accuracy, strength, noise and learning rate over the epochs.
-
-    Return why that failed, which is not worth the run.
-    """
-    try:
-        _draw(folder / "curves.png", rows)
-    # matplotlib or the disk may fail.
-    except Exception as error:
-        return one_line(error)
-    return None
-
-
-def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
+def draw(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw curves.png: loss, accuracy, strength, noise and learning rate over the epochs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 9), layout="constrained")
@@ -91,5 +78,5 @@ def _draw(path: Path, rows: list[dict[str, Any]]) -> None:
         if axes.lines:
             axes.legend(frameon=False)
     panels[-1].set_xlabel("epoch")
-    with atomic_write(path, force=True) as temporary:
+    with atomic_write(folder / "curves.png", force=True) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

@@ -222,7 +222,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ("finetune --resume pictures --lr 1 --momentum 0", 2, "drop --lr, --momentum"),
         (f"finetune {NET} --resume pictures -o out", 2, "drop MODEL, --output"),
         (f"finetune test_resnet {DATA} --teacher source", 1, "cannot teach"),
-        (f"finetune {NET} {DATA} --match order", 2, "set checkpoint too"),
+        (f"finetune {NET} {DATA} --match order", 2, "drop --match"),
         (f"finetune test_vit {DATA} --img-size 9", 1, "; give another --img-size"),
         ("inspect test_resnet --skip bn1", 2, "--skip belongs to a conversion; give --to"),
         ("inspect .", 2, ". is no network's name and no artifact"),

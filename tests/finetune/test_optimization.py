@@ -78,11 +78,15 @@ def test_the_optimizer_is_timm_s() -> None:
         build_optimizer(model, Recipe(opt="fusedadam"))
 
 
-@pytest.mark.parametrize("sched", ["constant", "Constant"])
-def test_a_constant_rate_is_warmed_up_and_decays_with_the_layers(sched: str) -> None:
-    """A capital, which timm does not take, changes nothing."""
+def test_a_constant_rate_is_warmed_up_and_decays_with_the_layers() -> None:
     recipe = Recipe(
-        opt="sgd", lr=0.1, sched=sched, warmup_epochs=1, warmup_lr=0.0, layer_decay=0.5, epochs=4
+        opt="sgd",
+        lr=0.1,
+        sched="constant",
+        warmup_epochs=1,
+        warmup_lr=0.0,
+        layer_decay=0.5,
+        epochs=4,
     )
     optimizer = build_optimizer(converted("bnn"), recipe)
     scheduler = optimization.build_lr_schedule(optimizer, recipe, steps_per_epoch=4)

@@ -290,7 +290,7 @@ GRADIENT = "the gradient of layer2.0.conv1.weight"
         (
             GRADIENT,
             5,
-            f"^{GRADIENT} is not finite at step 6 of 8: .* not `lr`; .* step 4; start .* on another `device`$",
+            f"^{GRADIENT} is not finite at step 6 of 8: .* not `lr`; .*; start .* on another `device`$",
             4,
         ),
     ],
