@@ -32,6 +32,13 @@ _BATCHES = (1, 2), (2, 3)
 _FRAMES = 16
 # Of two images of different sizes
 _SIDES = (64, 96), (96, 64)
+# As torchvision names them
+_PARTS_OF_DETECTORS = (
+    *("backbone", "head", "rpn.head"),
+    *("roi_heads.box_head", "roi_heads.box_predictor"),
+    *("roi_heads.mask_head", "roi_heads.mask_predictor"),
+    *("roi_heads.keypoint_head", "roi_heads.keypoint_predictor"),
+)
 
 
 @dataclass(frozen=True)
@@ -236,11 +243,6 @@ def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
     two detectors are compared by these parts. Empty for a detector that does not name them as
     torchvision does.
     """
-    names = ["backbone", "head", "rpn.head"]
-    heads = getattr(model, "roi_heads", nn.Module()).named_children()
-    for name, head in heads:
-        if list(head.parameters()):
-            names.append(f"roi_heads.{name}")
     parts: list[Call] = []
 
     def record(
@@ -248,10 +250,10 @@ def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
     ) -> None:
         parts.append(Call(args, kwargs, stage)._mapped(_filled))
 
-    modules = [(name, module) for name, module in model.named_modules() if name in names]
     with hooked(
         module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name, module in modules
+        for name, module in model.named_modules()
+        if name in _PARTS_OF_DETECTORS
     ):
         call.on(model)
     return parts

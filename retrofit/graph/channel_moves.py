@@ -25,8 +25,8 @@ def moved_channels(node: fx.Node, dim: int) -> int | None:
     """
     name = call_name(node)
     args = node.args[1:]
-    if name in ("transpose", "swapaxes", "swapdims", "movedim"):
-        return _transposed(args, dim, both_ways=name != "movedim")
+    if name in ("transpose", "swapaxes", "swapdims"):
+        return _transposed(args, dim)
     if name == "permute":
         return _permuted(args, dim)
     # The channels stay in dimension 1 if only dimensions behind them change.
@@ -36,14 +36,12 @@ def moved_channels(node: fx.Node, dim: int) -> int | None:
     return None
 
 
-def _transposed(dims: tuple[Any, ...], dim: int, both_ways: bool) -> int | None:
+def _transposed(dims: tuple[Any, ...], dim: int) -> int | None:
     if len(dims) != 2 or not all(isinstance(each, int) for each in dims):
         return None
     first, second = dims
     if dim == first:
         return int(second)
-    if not both_ways:
-        return None
     if dim == second:
         return int(first)
     # The rank is unknown: 3 and -1 may be one dimension. Counted from the same end, they differ.

@@ -132,7 +132,7 @@ class Flows:
 
     def _drop_if_called_with_options(self, path: Tracer) -> None:
         """Drop the traces of a branching part that is called with optional arguments: they were
-        made without.
+        made without, and say nothing of such a call.
         """
         for node, place in path.places.items():
             part = place.target

@@ -333,6 +333,7 @@ class _Search(Flows):
         return _WHY_AFTER.get(flow.steps[producer], before)
 
     def why_unseen(self, module: nn.Module) -> str:
+        """Why no trace shows a module."""
         name = self.names[module]
         if not name:
             return "it is the whole model"
@@ -340,20 +341,14 @@ class _Search(Flows):
         while name:
             name, _, _ = name.rpartition(".")
             holder = modules[name]
-            reason = self._why_not_inside(holder)
-            if reason:
-                return f"{self.label(holder)} {reason}"
+            label = self.label(holder)
+            if holder not in self.traceable:
+                return f"{label} holds none of the norms asked for"
+            if holder in self.failures and recognition.has_forward(holder):
+                return f"{label} cannot be traced: {self.failures[holder]}"
+            if recognition.is_leaf(holder):
+                return f"{label} is one step to the trace, with all that it holds"
         return "never called by the model's forward"
-
-    def _why_not_inside(self, holder: nn.Module) -> str:
-        """Why no trace shows what a module holds; empty if one does."""
-        if holder not in self.traceable:
-            return "holds none of the norms asked for"
-        if holder in self.failures and recognition.has_forward(holder):
-            return f"cannot be traced: {self.failures[holder]}"
-        if recognition.is_leaf(holder):
-            return "is one step to the trace, with all that it holds"
-        return ""
 
 
 def _norm_place_before(flow: Flow, node: fx.Node) -> Place | None:

@@ -126,6 +126,7 @@ def _goes_straight_on(step: dis.Instruction) -> bool:
 def raising_outcomes(code: CodeType, offset: int) -> set[bool]:
     """Return the outcomes of a condition, at an offset of a function, that lead to a `raise`."""
     steps, raising = _raising_steps(code)
+    # Between the test and its jump, Python may make a bool of the result.
     following = sorted(at for at in steps if at >= offset)[:3]
     jump = next((steps[at] for at in following if steps[at].opname.startswith("POP_JUMP")), None)
     if jump is None or not jump.opname.endswith(("_TRUE", "_FALSE")):

@@ -218,8 +218,8 @@ class Tracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Decide a branch on a value; the other decision is left for a further trace.
 
-        Raises:
-            TraceError: If the code branches on values too often.
+        A condition that asks for sizes and types alone has one answer on a path, wherever it stands.
+        One whose other outcome leads to an error is no branch.
         """
         question = _question(obj.node)
         if question is None:
@@ -243,6 +243,11 @@ class Tracer(fx.Tracer):
         return self.decisions[self.conditions - 1]
 
     def _branch_off(self) -> None:
+        """Decide that the condition is false here, and leave the path on which it is true.
+
+        Raises:
+            TraceError: If the code branches on values too often.
+        """
         # Once a part branches, the trace goes on past the limit: `trace` names all parts that do.
         if self.conditions >= _CONDITIONS and not self.branching:
             raise fx.proxy.TraceError(f"it branches on values more than {_CONDITIONS} times")

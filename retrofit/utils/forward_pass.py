@@ -195,8 +195,14 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
     """Put the random states of torch, for the CPU and a device, of Python and of NumPy back
     afterwards.
     """
-    with forked_random_state(device), other_random_states_kept():
-        yield
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with forked_random_state(device):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def forked_random_state(device: torch.device) -> AbstractContextManager[Any]:
@@ -208,18 +214,6 @@ def forked_random_state(device: torch.device) -> AbstractContextManager[Any]:
 
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
-@contextmanager
-def other_random_states_kept() -> Iterator[None]:
-    """Put the random states of Python and NumPy back, from which a network may draw too."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def standard_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
