@@ -33,7 +33,7 @@ class ConvertedLayer(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let forward record itself, and let no class with a forward of its own inherit another's
-        answers.
+        answers: it is exported as the module it is, and has no plain layer.
         """
         super().__init_subclass__(**kwargs)
         defined = vars(cls).keys()

@@ -240,12 +240,12 @@ class EstimatedTransform(nn.Module):
         self.eps = eps
         self.effective_alpha = effective_alpha
         self.affine = ChannelAffine(*affine, last=not per_channel)
-        self.frozen: TwoBranch | None = None
+        self.fixed: TwoBranch | None = None
 
     def freeze(self, lmbda: float, device: torch.device) -> None:
         """Put a constant, strength included, in the place of the estimate."""
         constants = torch.tensor([[lmbda], [1.0], [0.0]], dtype=torch.float64, device=device)
-        self.frozen = TwoBranch(*constants)
+        self.fixed = TwoBranch(*constants)
 
     def forward(self, x: Tensor) -> Tensor:
         values, dims = self.sets(x)
@@ -253,10 +253,10 @@ class EstimatedTransform(nn.Module):
         if values.ndim > x.ndim:
             values = values.flatten(2)
             dims = (2,)
-        if self.frozen is None:
+        if self.fixed is None:
             y = self._estimated(values, dims)
         else:
-            y = self.frozen(self._standardized(values, dims))
+            y = self.fixed(self._standardized(values, dims))
         out: Tensor = self.affine(y.reshape(x.shape))
         return out
 
@@ -264,7 +264,7 @@ class EstimatedTransform(nn.Module):
         """Return the transform by the estimate: `power_transform.first_step` in operations that
         every runtime has.
         """
-        h, v, _, low, high = _standardize(values, dims, self.eps)
+        h, v, _, low, high = standardize(values, dims, self.eps)
         mean = partial(torch.mean, dim=dims, keepdim=True)
         a = h.abs()
         sign, log = _sign_and_log(h, a)
@@ -296,10 +296,10 @@ class EstimatedTransform(nn.Module):
         are_last = dims == tuple(range(dims[0], values.ndim))
         if are_last and all(isinstance(size, int) for size in sizes):
             return functional.layer_norm(values, sizes, eps=self.eps)
-        return _standardize(values, dims, self.eps)[0]
+        return standardize(values, dims, self.eps)[0]
 
 
-def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, ...]:
+def standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, ...]:
     """Return (x - mean) / sqrt(var + eps) of each set, its variance, the mean over sqrt(var + eps),
     and its smallest and largest value.
     """
@@ -342,7 +342,7 @@ class MigratedForm(nn.Module):
             return functional.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         grouped = x.unflatten(1, (self.groups, -1)).flatten(2)
         # (1 - t) + t * (v + eps) is t times v + eps + (1 - t) / t
-        h, _, mean, _, _ = _standardize(grouped, (2,), self.eps + (1 - t) / t)
+        h, _, mean, _, _ = standardize(grouped, (2,), self.eps + (1 - t) / t)
         y = (h + mean * (1 - t)) / math.sqrt(t)
         gamma = channel_view(self.weight, x)
         beta = channel_view(self.bias, x)

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from retrofit.layers.converted_layer import hold_settings, library_class, no_plain_layer
 from retrofit.layers.gaussianization import estimate
-from retrofit.layers.inference_forms import EstimatedTransform, constant_copy
+from retrofit.layers.inference_forms import EstimatedTransform, constant_copy, standardize
 from retrofit.layers.kernels.kernel_options import Running
 from retrofit.layers.noise import NoiseKind, check_noise, check_noise_kind
 from retrofit.layers.normality_norm import Normalization, normalize
@@ -170,8 +170,7 @@ def _collect_estimate(
     estimates: list[Tensor], layer: NormalityMixin, inputs: tuple[Tensor, ...]
 ) -> None:
     sets, dim = layer._sets()(inputs[0].float())
-    var, mean = torch.var_mean(sets, dim, correction=0, keepdim=True)
-    h = (sets - mean) * torch.rsqrt(var + layer.plain_eps)
+    h, *_ = standardize(sets, dim, layer.plain_eps)
     estimates.append(estimate(h, dim).flatten().cpu())
 
 

@@ -115,6 +115,10 @@ class Normalization(NamedTuple):
             return parameter.view(1, -1, *(1,) * (x.ndim - 2))
         return parameter.view(*(1,) * (x.ndim - parameter.ndim), *parameter.shape)
 
+    def scaled(self, y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return y * gamma + beta, in the type of `x`, whose shape it has."""
+        return affine(y, self.beside(weight, x), self.beside(bias, x)).to(x.dtype)
+
     def views(self, x: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
         """View parameters such that they broadcast to the view of `x` by its sets."""
         own = [self.beside(parameter, x) for parameter in parameters]
@@ -201,7 +205,8 @@ def normalize(
         RuntimeError: If synchronized statistics meet a transform of torch.func.
     """
     if x.numel() == 0 and spec.group is None:
-        return _of_nothing(x, weight, bias, spec), None
+        # Connected to the parameters, whose gradients are then zero
+        return spec.scaled(x * 1.0, x, weight, bias), None
     fits = kernels.fits(x)
     # Of the kinds of noise, kernels have the scaled one alone
     has_other_noise = bool(spec.xi) and spec.noise_kind != "scaled"
@@ -221,13 +226,6 @@ def normalize(
     return out
 
 
-def _of_nothing(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: Normalization
-) -> Tensor:
-    """Return an empty result, connected to the parameters, whose gradients are then zero."""
-    return affine(x * 1.0, spec.beside(weight, x), spec.beside(bias, x)).to(x.dtype)
-
-
 def _with_other_noise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
 ) -> tuple[Tensor, Tensor | None]:
@@ -236,7 +234,7 @@ def _with_other_noise(
     dtype = compute_dtype(x)
     # These kinds take no mean over a set, so they get no dimensions of one.
     y = perturb(y.to(dtype), spec.xi * strength.value(dtype), spec.noise_kind, ())
-    return affine(y, spec.beside(weight, x), spec.beside(bias, x)).to(x.dtype), stats
+    return spec.scaled(y, x, weight, bias), stats
 
 
 def _by_kernels(

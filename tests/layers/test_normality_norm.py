@@ -212,13 +212,6 @@ def test_the_options_show_where_they_are_not_the_papers() -> None:
     )
 
 
-def test_instance_norms_set_to_track_without_buffers_say_what_is_missing() -> None:
-    layer = CASES["instance2d"].ours().eval()
-    layer.track_running_stats = True
-    with pytest.raises(ValueError, match="running statistics are needed outside training"):
-        layer(CASES["instance2d"].input())
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_an_operation_in_place_behind_a_layer_copies_nothing(
