@@ -96,9 +96,8 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         exact = {"eps": self.eps, "group_eps": self.group_eps}
         super()._apply(fn, recurse)
         for name, value in exact.items():
-            moved = self.get_buffer(name)
-            if moved.dtype in (torch.float16, torch.bfloat16):
-                self._buffers[name] = value.to(moved.device)
+            if self.get_buffer(name).itemsize < value.itemsize:
+                self._buffers[name] = value.to(self.gain.device)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,9 +154,8 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         scale, shift = self.input_affine()
         weight = self._group_weight()
         bias = torch.zeros_like(weight) if self.bias is None else self.bias.detach()
-        form = MigratedForm(
-            self.num_groups, float(self.group_eps), float(self.strength), weight, bias
-        )
+        eps = float(self.group_eps)
+        form = MigratedForm(self.num_groups, eps, float(self.strength), weight, bias)
         return [ConstantNorm(self.running_mean, scale, torch.zeros_like(shift)), form]
 
     def _group_weight(self) -> Tensor:
@@ -191,9 +189,10 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         return nn.GroupNorm(self.num_groups, self.num_channels, eps, device="meta")
 
     def extra_repr(self) -> str:
+        sizes = f"{self.num_groups}, {self.num_channels}"
         tensors = [shown(name, getattr(self, name)) for name in ("eps", "group_eps", "strength")]
-        parts = [f"{self.num_groups}, {self.num_channels}", *filter(None, tensors)]
-        return ", ".join([*parts, f"affine={self.affine}, bias={self.bias is not None}"])
+        own = f"affine={self.affine}, bias={self.bias is not None}"
+        return ", ".join(filter(None, (sizes, *tensors, own)))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Accept the source's checkpoint: with running statistics and no `gain` in it, gain and

@@ -106,11 +106,7 @@ class ProxyNorm(StrengthMixin):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        if num_features < 1 or samples < 1 or eps < 0 or channel_dim not in (1, -1):
-            raise ValueError(
-                "need num_features and samples of at least 1, eps of at least 0, channel_dim 1 or -1; "
-                f"got {num_features}, {samples}, {eps}, {channel_dim}"
-            )
+        _check_settings(num_features, samples, eps, channel_dim)
         self.activation = activation
         self.num_features = num_features
         self.channel_dim = channel_dim
@@ -374,6 +370,14 @@ class ProxyNorm(StrengthMixin):
         if isinstance(self.activation, nn.Module):
             return text
         return f"{getattr(self.activation, '__name__', repr(self.activation))}, {text}"
+
+
+def _check_settings(num_features: int, samples: int, eps: float, channel_dim: int) -> None:
+    if num_features < 1 or samples < 1 or eps < 0 or channel_dim not in (1, -1):
+        raise ValueError(
+            "need num_features and samples of at least 1, eps of at least 0, channel_dim 1 or -1; "
+            f"got {num_features}, {samples}, {eps}, {channel_dim}"
+        )
 
 
 def _unwrap_names(module: ProxyNorm, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

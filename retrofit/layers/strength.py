@@ -218,9 +218,7 @@ class StrengthMixin(ConvertedLayer):
             self._origin = _Origin(_units_of(self), self._load.moment, loaded=True)
 
     def extra_repr(self) -> str:
-        return ", ".join(
-            part for part in (super().extra_repr(), shown("strength", self.strength)) if part
-        )
+        return ", ".join(filter(None, (super().extra_repr(), shown("strength", self.strength))))
 
     def set_strength(self, strength: float) -> None:
         """Set t in place.
