@@ -59,11 +59,7 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
         return create_transform(
             preprocess.input_size,
             is_training=True,
-            no_aug=recipe.no_aug,
-            scale=recipe.scale,
-            ratio=recipe.ratio,
-            hflip=recipe.hflip,
-            color_jitter=recipe.color_jitter,
+            **recipe.model_dump(include={"no_aug", "scale", "ratio", "hflip", "color_jitter"}),
             auto_augment=recipe.aa,
             interpolation=recipe.train_interpolation,
             mean=preprocess.mean,

@@ -56,11 +56,12 @@ def _set_options(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _warn_of_old_statistics(model: nn.Module, batches: int, note: Callable[[str], None]) -> None:
-    layers = [module for module in model.modules() if isinstance(module, RunningNormality)]
-    momenta = [layer.momentum for layer in layers if layer.momentum is not None]
-    if not momenta:
-        return
-    slowest = min(momenta)
+    momenta = [
+        module.momentum
+        for module in model.modules()
+        if isinstance(module, RunningNormality) and module.momentum is not None
+    ]
+    slowest = min(momenta, default=1.0)
     old_share = (1 - slowest) ** batches
     if old_share > _OLD:
         note(
@@ -104,6 +105,5 @@ def freeze_all_but_norm(
 
 
 def _is_converted_norm(module: nn.Module) -> bool:
-    if isinstance(module, WeightStandardization):
-        return False
-    return isinstance(module, StrengthMixin | FrozenBatchNorm)
+    is_converted = isinstance(module, StrengthMixin | FrozenBatchNorm)
+    return is_converted and not isinstance(module, WeightStandardization)

@@ -49,7 +49,7 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
     # timm's create_loader sets this attribute.
     transform: Callable[[Image.Image], Any]
     # As torchvision's datasets have it.
-    target_transform: Callable[[int], int] | None = None
+    target_transform: Callable[[int], int] = int
 
     def __init__(self, reader: Any, mode: str) -> None:
         self._reader = reader
@@ -65,12 +65,7 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
         except Exception:
             blank = Image.new(self._mode, (256, 256))
             return self.transform(blank), -1 - index
-        return self.transform(image), self._mapped(target)
-
-    def _mapped(self, target: int) -> int:
-        if self.target_transform is None:
-            return int(target)
-        return int(self.target_transform(target))
+        return self.transform(image), int(self.target_transform(target))
 
     def _decoded(self, index: int) -> tuple[Image.Image, int]:
         file, target = self._reader[index][:2]
@@ -253,17 +248,13 @@ def split_of(
 
 def splits_in(data_dir: FileName | None) -> list[str]:
     """Return the sub-folders of a folder that hold folders and have the usual name of a split."""
-    if data_dir is None or not Path(data_dir).is_dir():
+    if data_dir is None:
         return []
     return sorted(
         folder.name
-        for folder in Path(data_dir).iterdir()
-        if folder.name.lower() in _SPLITS and _holds_folders(folder)
+        for folder in Path(data_dir).glob("*/")
+        if folder.name.lower() in _SPLITS and any(folder.glob("*/"))
     )
-
-
-def _holds_folders(path: Path) -> bool:
-    return path.is_dir() and any(entry.is_dir() for entry in path.iterdir())
 
 
 def open_images(
@@ -345,11 +336,13 @@ def _named(
     root = None
     if data_dir is not None:
         root = str(data_dir)
-    mapped = {}
+    outputs = None
     if class_map is not None:
-        mapped = {"class_map": read_class_map(class_map)}
+        outputs = read_class_map(class_map)
     try:
-        images = create_dataset(dataset, root=root, split=split, input_img_mode=mode, **mapped)
+        images = create_dataset(
+            dataset, root=root, split=split, input_img_mode=mode, class_map=outputs
+        )
     # timm's readers raise AssertionError, RuntimeError, ValueError, ImportError, ...
     except Exception as error:
         raise RetrofitError(

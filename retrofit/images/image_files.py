@@ -2,11 +2,12 @@
 
 import io
 import os
-import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from timm.utils.misc import natural_key
 
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import open_file
@@ -197,9 +198,6 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(_SUFFIXES)
 
 
-def _natural(name: str) -> tuple[list[object], str]:
+def _natural(name: str) -> tuple[list[int | str], str]:
     """Return a key that sorts numbers in names by value, as timm does, and case last."""
-    parts: list[object] = re.split(r"(\d+)", name.lower())
-    for index in range(1, len(parts), 2):
-        parts[index] = int(str(parts[index]))
-    return parts, name
+    return natural_key(name), name

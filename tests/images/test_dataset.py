@@ -281,7 +281,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     scandir = os.scandir
 
     def refuse(path: str) -> Any:
-        if path.endswith("inside"):
+        if str(path).endswith("inside"):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
