@@ -162,7 +162,6 @@ def save(
     steps = [plan.to_dict() for plan in plans]
     # The last conversion counts.
     last = [{"to": None, "layers": []}, *steps][-1]
-    libraries = ("torch", "timm", "torchvision")
     values = {
         "schema": SCHEMA,
         "model": asdict(origin),
@@ -175,7 +174,7 @@ def save(
         "training": training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
-        "versions": {"retrofit": __version__, **{name: version(name) for name in libraries}},
+        "versions": {"retrofit": __version__, **_versions()},
     }
     metadata = {"format": "pt", KEY: seal(values)}
     with atomic_write(path, force) as temporary:
@@ -186,6 +185,10 @@ def save(
             raise RetrofitError(
                 f"cannot write {path} ({why}); free space or choose another place"
             ) from error
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "timm", "torchvision")}
 
 
 def _known_source(

@@ -157,14 +157,13 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
     if key is None and usual:
         return usual[0], ""
     key = (key or "").strip(".")
-    if key in sets:
-        return key, ""
-    for nest in (*usual, *sets):
-        # The key may begin with the nest: "state_dict.teacher".
-        prefix = f"{key}.".removeprefix(f"{nest}.")
-        if any(name.startswith(prefix) for name in sets[nest]):
+    places = [(key, "")]
+    # The key may begin with the nest: "state_dict.teacher".
+    places += [(nest, f"{key}.".removeprefix(f"{nest}.")) for nest in (*usual, *sets)]
+    for nest, prefix in places:
+        if any(name.startswith(prefix) for name in sets.get(nest, ())):
             return nest, prefix
-    nests = shortlist([nest or "weights at its top" for nest in sets], most=6)
+    nests = shortlist([repr(nest) for nest in sets], most=6)
     raise RetrofitError(
         f"{path} holds several sets of weights, or none of that name ({nests}); give "
         "`checkpoint_key` one of these, or how the names of the weights begin"

@@ -236,15 +236,19 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
     if len(our_counters) == len(their_counters):
         pairs += zip(our_counters, their_counters, strict=True)
     _load(model, {our: state[their] for our, their in pairs})
+    return Loaded(warnings=_odd_pairs(pairs))
+
+
+def _odd_pairs(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a warning of pairs whose names say that their tensors have different roles."""
     odd = [f"{printable(their, 64)} as {our}" for our, their in pairs if _against(our, their)]
     if not odd:
-        return Loaded()
-    warning = f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"
-    return Loaded(warnings=[warning])
+        return []
+    return [f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"]
 
 
 def _against(ours: str, theirs: str) -> bool:
-    """Whether two names say that their tensors have different roles: a weight and a bias, say."""
+    """Whether two names end otherwise: in weight and bias, say."""
     roles = {ours.rpartition(".")[2], theirs.rpartition(".")[2]}
     return len(roles & _ROLES) == 2
 

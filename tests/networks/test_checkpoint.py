@@ -164,7 +164,7 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "a.pth",
         _saves({"g": small_state(), "d": small_state()}),
-        r"several sets of weights, .* \(g, d\)",
+        r"several sets of weights, .* \('g', 'd'\)",
     ),
     ("a.pth", _bomb, "unpacks to "),
     ("a.pth", _saves(WIDE), "no tensors"),
