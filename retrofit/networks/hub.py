@@ -137,26 +137,15 @@ def _model_card(
     manifest: Mapping[str, Any], license: str | None, details: Mapping[str, str]
 ) -> str:
     """Return the card of an artifact, from what `read_manifest` returns."""
-    library = manifest["model"]["library"]
-    to = manifest["conversion"]["to"]
-    tags = ["retrofit", *([to] if to else []), library]
+    tags = filter(None, [LIBRARY, manifest["conversion"]["to"], manifest["model"]["library"]])
     environment = Environment(
         loader=PackageLoader("retrofit", "networks"),
         # The newline behind `%}` is dropped: a line that ends in a tag needs an empty one after it.
         trim_blocks=True,
         finalize=lambda value: printable(value, 500),
     )
-    steps = manifest["conversion"]["steps"]
-    statuses = [row["status"] for row in manifest["layers"]]
     card = environment.get_template("model_card.md").render(
-        manifest=manifest,
-        to=to,
-        converted=statuses.count("converted"),
-        layers=len(statuses),
-        details=details,
-        license=license,
-        is_proxy=any(str(step["to"]).endswith("-pn") for step in steps),
-        timm_opens=library == "timm" and not to,
+        manifest=manifest, details=details, license=license
     )
-    head = ModelCardData(license=license, library_name="retrofit", tags=tags).to_yaml()
+    head = ModelCardData(license=license, library_name=LIBRARY, tags=list(tags)).to_yaml()
     return f"---\n{head}\n---\n\n{card}\n"

@@ -140,8 +140,7 @@ def open_model(
     }
     file = artifact.artifact_path(text)
     if file is not None:
-        weights = {"pretrained": pretrained, "checkpoint": checkpoint}
-        passed = _passed({**weights, **choices, **sizes})
+        passed = _passed({"pretrained": pretrained, "checkpoint": checkpoint, **choices, **sizes})
         if passed:
             raise UsageError(f"{text} is an artifact with its own weights and sizes; drop {passed}")
         return _open_artifact(str(file), builder=network)
@@ -167,16 +166,19 @@ def open_model(
     model = build(source, pretrained)
     source = record_of(model).source or source
     set_record(model, preprocess=_preprocess(model, source, text, img_size))
+    labels = None
+    warnings: tuple[str, ...] = ()
+    weights = {"kind": "random", "from": None}
     if read is not None:
         loaded = load_into(model, read.tensors, match or "name", checkpoint_partial)
-        set_record(model, labels=None, weights=_checkpoint_weights(checkpoint, read, loaded))
-        return Network(model, tuple(loaded.warnings))
-    if pretrained:
+        weights = _checkpoint_weights(checkpoint, read, loaded)
+        warnings = tuple(loaded.warnings)
+    elif pretrained:
         weights = {"kind": "pretrained", "from": weights_name(model, source)}
-        set_record(model, labels=labels_of(model, source), weights=weights)
-        return Network(model, _classifier_warnings(model, num_classes))
-    set_record(model, labels=None, weights={"kind": "random", "from": None})
-    return Network(model)
+        labels = labels_of(model, source)
+        warnings = _classifier_warnings(model, num_classes)
+    set_record(model, labels=labels, weights=weights)
+    return Network(model, warnings)
 
 
 def _passed(arguments: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """torchvision's networks: built with the structure that weights have, but without fetching any."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -40,10 +40,10 @@ def build(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource
     if "weights_backbone" in parameters:
         trained_backbone = kwargs.pop("trained_backbone", False)
         kwargs["weights_backbone"] = "DEFAULT" if trained_backbone else None
-    structure_only = not pretrained and (weights is not None or trained_backbone)
-    with ExitStack() as stack:
-        if structure_only:
-            stack.enter_context(_nothing_loaded(weights, kwargs.get("num_classes")))
+    loading: AbstractContextManager[None] = nullcontext()
+    if not pretrained and (weights is not None or trained_backbone):
+        loading = _nothing_loaded(weights, kwargs.get("num_classes"))
+    with loading:
         model = get_model(name, weights=weights, **kwargs)
     if weights is not None:
         source = replace(source, kwargs={**source.kwargs, "weights": weights.name})
