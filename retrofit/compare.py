@@ -139,7 +139,7 @@ def _recorded(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> _Reco
     def keep(
         layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any
     ) -> None:
-        # A converted layer has its source's hooks, in one table with it.
+        # A converted layer holds its source's table of hooks: a hook on either is called for both.
         if called is layer and isinstance(output, Tensor):
             kept[name].append((output.shape, _kept(_some_elements(output))))
 

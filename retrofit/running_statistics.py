@@ -66,7 +66,7 @@ def update_bn(
     if device is not None:
         device = torch.device(device)
     # Torch's function resets every layer first, and puts no momentum back if it fails.
-    with left_as_it_was(model), modes_kept(model):
+    with left_as_it_was(model, unwritten=model.parameters()), modes_kept(model):
         swa_utils.update_bn(loader, model, device)
         reached = [layer for layer in layers if layer.num_batches_tracked > 0]
         estimates = [

@@ -21,7 +21,7 @@ from retrofit.graph.trace import (
     traced,
 )
 from retrofit.utils.forward_pass import random_states_kept
-from retrofit.utils.snapshot import Snapshot
+from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import with_class
 
 # The names of the functions and methods whose calls are one step. Other steps are norm, activation,
@@ -83,13 +83,12 @@ class Flows:
         self._covered: set[nn.Module] = set()
         # Code that is traced writes to no parameter or buffer.
         tensors = chain(model.parameters(), model.buffers())
-        self._snapshot = Snapshot(model, unwritten=tensors)
-        self._snapshot.empty_caches()
-        try:
-            with random_states_kept(torch.device("cpu")), reads_of_mode() as self._readers:
-                self._trace_all(model)
-        finally:
-            self._snapshot.restore()
+        with (
+            left_as_it_was(model, unwritten=tensors) as self._snapshot,
+            random_states_kept(torch.device("cpu")),
+            reads_of_mode() as self._readers,
+        ):
+            self._trace_all(model)
         # The paths of evaluation come first.
         ordered = sorted(self._traces, key=lambda key: key[0])
         self.flows = [Flow(trace, self) for key in ordered for trace in self._traces[key]]
@@ -144,9 +143,6 @@ class Flows:
 
     def _trace(self, module: nn.Module, training: bool) -> None:
         """Trace a module in one mode, or say why it cannot be."""
-        if not recognition.has_forward(module):
-            self.failures[module] = "it has no forward"
-            return
         try:
             self._traces[training, module] = self._paths(module, training)
         # A model's own code may raise anything.

@@ -97,6 +97,7 @@ def class_restorer(value: Any) -> Undo:
     """Remember the class of an object."""
     look = functools.partial(type, value)
     put = functools.partial(setattr, value, "__class__")
+    # It always has a class, so that nothing is ever cleared.
     return _place_restorer(look, put, clear=look)
 
 

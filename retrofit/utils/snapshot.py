@@ -47,7 +47,7 @@ _Put = Callable[[Any], Any]
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
+def left_as_it_was(model: nn.Module, unwritten: Iterable[Tensor] = ()) -> "Iterator[Snapshot]":
     """Put back, afterwards, all that a network's code may have changed meanwhile.
 
     That is what can be reached from the network: attributes of modules and other objects, their
@@ -61,11 +61,15 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: The network, on any device.
+        unwritten: Tensors whose values nothing writes to meanwhile; they are not copied.
+
+    Yields:
+        The snapshot that is put back in the end.
     """
-    snapshot = Snapshot(model)
+    snapshot = Snapshot(model, unwritten)
     snapshot.empty_caches()
     try:
-        yield
+        yield snapshot
     finally:
         snapshot.restore()
 
