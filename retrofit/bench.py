@@ -207,19 +207,12 @@ def _in_turns(
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(1, rounds + 1):
         for name, step in steps.items():
-            seconds = _seconds_of(step, device)
-            times[name].append(seconds)
+            start = _now(device)
+            step()
+            times[name].append(_now(device) - start)
         if progress is not None:
             progress(turn, rounds, what)
     return times
-
-
-def _seconds_of(step: Step, device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    step()
-    _synchronize(device)
-    return time.perf_counter() - start
 
 
 def _step(network: nn.Module, size: tuple[int, int, int], mode: Mode, setting: Setting) -> Step:
@@ -274,9 +267,11 @@ def _train(
     return answer
 
 
-def _synchronize(device: torch.device) -> None:
+def _now(device: torch.device) -> float:
+    """Return the time in seconds, once a GPU has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def peak_memory(work: Callable[[], Any], device: torch.device) -> int:

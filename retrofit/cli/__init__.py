@@ -56,11 +56,9 @@ class _Commands(click.Group):
             module = importlib.import_module(f"retrofit.cli.{cmd_name}")
             command: click.Command = module.command
             return command
-        close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-        hint = ""
-        if close:
-            hint = f" (did you mean {close[0]}?)"
-        problem = f"there is no command {cmd_name!r}{hint}"
+        problem = f"there is no command {cmd_name!r}"
+        for close in difflib.get_close_matches(cmd_name, COMMANDS, n=1):
+            problem += f" (did you mean {close}?)"
         raise click.UsageError(problem, ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

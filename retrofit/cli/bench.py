@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from retrofit.bench import Cost, Spread
     from retrofit.networks.open_model import Network
 
-    Measured = tuple[str, torch.device, dict[str, Any]]
+    Measured = tuple[str, torch.device, list[Cost], dict[str, Any]]
 
 
 @options.command("bench", __doc__, against="The measurement")
@@ -65,14 +65,23 @@ def command(model: str, against: str | None, **arguments: Any) -> None:
             f"{model} would be measured against itself; name another network with --against"
         )
     if kinds == {True}:
-        conditions, device, answer = _measure_files(model, against, arguments)
+        measured = _measure_files(model, against, arguments)
     else:
-        conditions, device, answer = _measure_networks(model, against, arguments)
+        measured = _measure_networks(model, against, arguments)
+    conditions, device, costs, facts = measured
     machine = _machine(device)
     batch_size = arguments["batch_size"]
     rounds = arguments["rounds"]
     say(f"{rounds} turns each, batches of {batch_size} {conditions}, {machine}")
-    emit({"batch_size": batch_size, "rounds": rounds, "machine": machine, **answer})
+    emit(
+        {
+            "batch_size": batch_size,
+            "rounds": rounds,
+            "machine": machine,
+            **facts,
+            "costs": [asdict(cost) for cost in costs],
+        }
+    )
 
 
 def _machine(device: torch.device) -> str:
@@ -86,7 +95,7 @@ def _machine(device: torch.device) -> str:
 
 
 def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]) -> Measured:
-    """Return the conditions, the device and the JSON values of a measurement."""
+    """Return the conditions, the device, the costs, and what else --json says."""
     from retrofit.bench import Setting, measure
     from retrofit.cli.network import placement, taken
 
@@ -103,7 +112,7 @@ def _measure_networks(model: str, against: str | None, arguments: dict[str, Any]
     _show(costs, "peak MB", "memory ratio")
     shapes = ", ".join(dict.fromkeys(" x ".join(map(str, size)) for size in sizes.values()))
     facts = {name: network.facts for name, network in networks.items()}
-    return f"at {shapes}", device, {"networks": facts, "costs": [asdict(cost) for cost in costs]}
+    return f"at {shapes}", device, costs, {"networks": facts}
 
 
 def _opened(model: str, against: str | None, arguments: dict[str, Any]) -> dict[str, Network]:
@@ -149,9 +158,8 @@ def _measure_files(model: str, against: str | None, arguments: dict[str, Any]) -
             progress=move,
         )
     _show(costs, "MB", "size ratio")
-    answer = {"runtime": runtime, "costs": [asdict(cost) for cost in costs]}
     cpu = torch.device("cpu")
-    return f"in {runtime}", cpu, answer
+    return f"in {runtime}", cpu, costs, {"runtime": runtime}
 
 
 def _show(costs: list[Cost], size: str, size_ratio: str) -> None:

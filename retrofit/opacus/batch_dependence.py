@@ -127,10 +127,15 @@ def _refuse_what_cannot_be_measured(model: nn.Module, call: Call) -> None:
         raise UsageError(
             "no parameter of the network is trained; set requires_grad as your loop does"
         )
-    if call.batch < 3 or _same(call, _with_other_companions(call, 0)):
+    if call.batch < 3 or _holds_equal_samples(call):
         raise UsageError(
             "companions are exchanged for others; give 3 or more samples in `inputs`, not all equal"
         )
+
+
+def _holds_equal_samples(call: Call) -> bool:
+    exchanged = _with_other_companions(call, 0)
+    return all(map(torch.equal, call.tensors, exchanged.tensors))
 
 
 def _with_other_companions(call: Call, sample: int) -> Call:
@@ -138,10 +143,6 @@ def _with_other_companions(call: Call, sample: int) -> Call:
     rows = torch.full((call.batch,), (sample + 1) % call.batch, device="cpu")
     rows[sample] = sample
     return call.select(rows)
-
-
-def _same(call: Call, other: Call) -> bool:
-    return all(map(torch.equal, call.tensors, other.tensors))
 
 
 def _gradient_change(network: nn.Module, call: Call, sample: int) -> float:
