@@ -33,11 +33,9 @@ def _per_sample_gradients(
         # Opacus asks each child for the gradients of its own parameters.
         if parameter.requires_grad and "." not in name.removeprefix(f"{_NORM}.")
     }
-    tensors = dict([*run.named_parameters(), *run.named_buffers()])
-    others = {name: tensor for name, tensor in tensors.items() if name not in trained}
 
     def loss(values: dict[str, Tensor], x: Tensor, backprop: Tensor) -> Tensor:
-        out = functional_call(run, {**others, **values}, (x.unsqueeze(0),))
+        out = functional_call(run, values, (x.unsqueeze(0),))
         return (out * backprop.unsqueeze(0)).sum()
 
     values = {name: parameter.detach() for name, parameter in trained.items()}
