@@ -28,7 +28,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,8 +188,12 @@ def _free_folder(model: str, recipe: str | None) -> Path:
     name = file_stem(model)
     if recipe is not None:
         name += f"-{Path(recipe).stem}"
-    names = chain([name], (f"{name}-{number}" for number in count(2)))
-    return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+    folder = Path("runs", name)
+    number = 2
+    while folder.exists():
+        folder = Path("runs", f"{name}-{number}")
+        number += 1
+    return folder
 
 
 def _speaks() -> bool:

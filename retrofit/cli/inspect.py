@@ -137,17 +137,16 @@ def _span(sizes: list[int | None]) -> str:
 
 
 def _show_census(rows: list[dict[str, Any]]) -> None:
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        family = row["family"] or ""
-        strength = ""
-        if "strength" in row:
-            strength = f"{row['strength']:.3g}"
-        groups[row["source"], family, strength, row["reason"]].append(row)
+        groups[row["source"], row["family"], row.get("strength"), row["reason"]].append(row)
     lines = []
     for (source, family, strength, reason), alike in groups.items():
         count = str(len(alike))
         channels = _span([row["channels"] for row in alike])
         listed = names(row["name"] or ROOT for row in alike)
-        lines.append((count, source, family, channels, strength, listed, reason))
+        stands = ""
+        if strength is not None:
+            stands = f"{strength:.3g}"
+        lines.append((count, source, family or "", channels, stands, listed, reason))
     show_table(("count", "class", "family", "channels", "strength", "names", "remark"), lines)
