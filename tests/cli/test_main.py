@@ -154,7 +154,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ("bench test_resnet --device abacus", 2, "cannot use --device abacus"),
         ("bench a.onnx", 2, "name it with --against"),
         ("bench a.onnx --against b.onnx --amp --checkpoint w.pth", 2, "drop --amp, --checkpoint"),
-        ("convert test_vit --to bnn", 1, "BatchNorm.* LayerNorm.*--to lnn"),
+        ("convert test_vit --to bnn", 1, "LayerNorm is not a source of bnn; try --to lnn"),
         ("convert test_resnet --to bnn", 1, "exists; pass --force"),
         (
             "convert test_resnet --to gn --groups many",
