@@ -81,7 +81,7 @@ _TYPES = {
     **dict.fromkeys(
         ("unit", "step_unit", "noise_unit", "eps", "momentum", "lower", "upper"), "fp32"
     ),
-    **dict.fromkeys(("Code", "Batches", "Momentum"), "*i64"),
+    **dict.fromkeys(("Code", "Batches"), "*i64"),
     "Seed": "*i32",
 }
 _NOISE = ("Seed",)
@@ -144,7 +144,7 @@ def built(
     """Compile a launch as a real one is: the same tile, warps and divisibility."""
     plan = plan_of(*layer, PROCESSORS)
     assert plan is not None
-    constants = {"TILE": plan.tile, "KIND": activation} | dict.fromkeys((*absent, "Momentum"))
+    constants = {"TILE": plan.tile, "KIND": activation} | dict.fromkeys(absent)
     types = _TYPES | dict.fromkeys(_ELEMENTS, f"*{dtype}")
     names = kernel.arg_names
     signature = {

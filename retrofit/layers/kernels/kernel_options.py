@@ -22,9 +22,8 @@ class Strength(NamedTuple):
 
 
 class Running(NamedTuple):
-    """Buffers that follow the batch's statistics, (C,) each; None where there is none.
-
-    `tracked` counts batches; without a momentum the buffers are the average over them.
+    """Buffers that follow the batch's statistics, (C,) each; None where there is none. `tracked`
+    counts batches.
     """
 
     mean: Tensor | None
@@ -50,7 +49,7 @@ class KernelOptions(NamedTuple):
     seed: Tensor | None = None
     # ranks that share the sets
     group: ProcessGroup | None = None
-    # moved by kernels that read the strength themselves
+    # moved by kernels that read the strength themselves, if they have a momentum
     running: Running | None = None
 
     @property

@@ -9,11 +9,9 @@ import contextlib
 import copy
 import importlib.metadata
 import logging
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,14 +65,13 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
     if record is not None and record.exists():
         return None
     _log.warning("testing the %s, once on this machine; compiling them may take a minute", what)
-    for case in CASES:
-        wrong = _guarded(compare, kernels, case, device, dtype)
-        if wrong:
-            return f"the {what} fail their self-test ({case.name}: {wrong})"
-    if hasattr(kernels, "migrate"):
-        wrong = _guarded(compare_maps, kernels, device, dtype)
-        if wrong:
-            return f"the {what} fail their self-test ({wrong})"
+    try:
+        wrong = _first_difference(kernels, device, dtype)
+    # Whatever compiling or launching raises
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {str(error)[:300]}"
+    if wrong is not None:
+        return f"the {what} fail their self-test ({wrong})"
     if record is not None:
         with contextlib.suppress(OSError):
             record.write_text(f"{what}\n")
@@ -83,7 +80,7 @@ def fault(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str 
 
 def _label(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str:
     """Return words for kernels, their dtype, and the device with what it is capable of."""
-    where = f"{device.type}, capability {torch.backends.cpu.get_cpu_capability()}"
+    where = device.type
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         where = f"{torch.cuda.get_device_name(device)}, capability {capability}"
@@ -91,15 +88,13 @@ def _label(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str
     return f"{name} kernels for {str(dtype).removeprefix('torch.')} on {where}"
 
 
-def _guarded(function: Any, *arguments: Any) -> str | None:
-    """Return what a comparison says, or what compiling or launching raised."""
-    try:
-        wrong: str | None = function(*arguments)
-    # Whatever that is
-    except Exception as error:
-        lines = str(error).strip().splitlines() or ["no message"]
-        return f"{type(error).__name__}: {lines[0][:300]}"
-    return wrong
+def _first_difference(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Say which result of which case or layer is wrong; return None if none is."""
+    for case in CASES:
+        wrong = compare(kernels, case, device, dtype)
+        if wrong is not None:
+            return f"{case.name}: {wrong}"
+    return compare_maps(kernels, device, dtype) if hasattr(kernels, "migrate") else None
 
 
 @torch.no_grad()
@@ -109,25 +104,8 @@ def compare(
     """Say which result differs from the formulas', or from run to run; return None if none does."""
     with torch.autocast(device.type, enabled=False):
         expected = _results(eager, case, device, dtype)
-        results = [_results(kernels, case, device, dtype) for _ in range(runs)]
-    for name, reference in expected.items():
-        wrong = _difference([result[name] for result in results], reference, dtype)
-        if wrong:
-            return f"{name} is {wrong}"
-    return None
-
-
-def _difference(results: list[Tensor], reference: Tensor, dtype: torch.dtype) -> str | None:
-    """Say how the results of some runs differ from what they should be, or from each other."""
-    first = results[0]
-    exact = reference.double()
-    error = ((first.double() - exact).abs().max() / exact.abs().max()).item()
-    # NaN is not
-    if not error <= TOLERANCES[dtype]:
-        return f"{error:.1e} of its scale off"
-    if not all(torch.equal(first, other) for other in results[1:]):
-        return "not the same twice"
-    return None
+        found = [_results(kernels, case, device, dtype) for _ in range(runs)]
+    return _difference(expected, found, dtype)
 
 
 def compare_maps(
@@ -138,73 +116,86 @@ def compare_maps(
     runs: int = 2,
 ) -> str | None:
     """Say which result of layers by the kernels differs from torch's operations in float64."""
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        for name, build in _layers(shape[1]).items():
-            generator = torch.Generator("cpu").manual_seed(0)
-            layer = _random(build(), generator)
-            x = torch.randn(shape, generator=generator) + 0.5
-            grad = torch.randn(shape, generator=generator)
+    for name, layer in _layers(shape[1]).items():
+        generator = torch.Generator("cpu").manual_seed(0)
+        _random(layer, generator)
+        exact = copy.deepcopy(layer).double()
+        x = torch.randn(shape, generator=generator) + 0.5
+        grad = torch.randn(shape, generator=generator)
+        for memory_format in (torch.contiguous_format, torch.channels_last):
             x, grad = (v.to(device, dtype, memory_format=memory_format) for v in (x, grad))
-            expected = _gradients(eager, copy.deepcopy(layer).double(), x.double(), grad)
-            results = [_gradients(kernels, layer, x, grad) for _ in range(runs)]
-            for number, (reference, *found) in enumerate(zip(expected, *results, strict=True)):
-                wrong = _difference(found, reference, dtype)
-                if wrong:
-                    return f"{name}: result {number} is {wrong}"
+            expected = _gradients(eager, exact, x.double(), grad)
+            found = [_gradients(kernels, layer, x, grad) for _ in range(runs)]
+            wrong = _difference(expected, found, dtype)
+            if wrong is not None:
+                return f"{name}: {wrong}"
     return None
 
 
-def _layers(channels: int) -> dict[str, Callable[[], nn.Module]]:
-    """Return how to build each layer that has maps by a scale and a shift, by its name."""
+def _difference(
+    expected: dict[str, Tensor], runs: list[dict[str, Tensor]], dtype: torch.dtype
+) -> str | None:
+    """Say which result of some runs differs from what it should be, or from run to run."""
+    for name, reference in expected.items():
+        first, *others = (run[name] for run in runs)
+        exact = reference.double()
+        error = ((first.double() - exact).abs().max() / exact.abs().max()).item()
+        # NaN is not
+        if not error <= TOLERANCES[dtype]:
+            return f"{name} is {error:.1e} of its scale off"
+        if not all(torch.equal(first, other) for other in others):
+            return f"{name} is not the same twice"
+    return None
+
+
+def _layers(channels: int) -> dict[str, nn.Module]:
+    """Return each layer that has maps by a scale and a shift, by its name."""
     from retrofit.layers.frozen_batch_norm import FrozenBatchNorm
     from retrofit.layers.migrated_norm import MigratedGroupNorm, MigratedGroupNormAct
     from retrofit.layers.proxy_norm import ProxyNorm
 
-    def fused() -> nn.Module:
-        layer = MigratedGroupNormAct(2, channels, strength=0.7)
-        layer.act = ProxyNorm(nn.SiLU(), channels, norm=layer)
-        return layer
-
-    def proxy(activation: nn.Module) -> nn.Module:
+    fused = MigratedGroupNormAct(2, channels, strength=0.7)
+    fused.act = ProxyNorm(nn.SiLU(), channels, norm=fused)
+    layers = {
+        "frozen": FrozenBatchNorm(channels),
+        "migrated": MigratedGroupNorm(2, channels, strength=0.7),
+        "migrated and proxy": fused,
+    }
+    for activation in (nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()):
         restore = isinstance(activation, nn.ReLU)
         norm = FrozenBatchNorm(channels)
-        return ProxyNorm(activation, channels, norm=norm, restore=restore)
-
-    activations = nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()
-    proxies = {f"proxy of {activation}": partial(proxy, activation) for activation in activations}
-    return {
-        "frozen": partial(FrozenBatchNorm, channels),
-        "migrated": partial(MigratedGroupNorm, 2, channels, strength=0.7),
-        "migrated and proxy": fused,
-        **proxies,
-    }
+        proxy = ProxyNorm(activation, channels, norm=norm, restore=restore)
+        layers[f"proxy of {activation}"] = proxy
+    return layers
 
 
-def _random(layer: Any, generator: torch.Generator) -> Any:
+def _parts(layer: nn.Module) -> list[nn.Module]:
+    """Return a layer and the norm before it, if it has one."""
+    norm = getattr(layer, "norm", None)
+    return [layer] if norm is None else [layer, norm]
+
+
+def _random(layer: nn.Module, generator: torch.Generator) -> None:
     """Give a layer, and the norm before it, parameters and statistics that are not the default."""
-    for part in (layer, getattr(layer, "norm", None), getattr(layer, "act", None)):
-        if part is None:
-            continue
+    for part in _parts(layer):
         for name, tensor in (*part.named_parameters(), *part.named_buffers()):
             if tensor.is_floating_point() and tensor.ndim == 1:
                 value = torch.rand(tensor.shape, generator=generator) * 0.5
                 tensor.data.copy_(value + (0.0 if name.endswith(("bias", "mean")) else 0.75))
-    return layer
 
 
-def _gradients(kernels: ModuleType, layer: Any, x: Tensor, grad: Tensor) -> list[Tensor]:
+def _gradients(kernels: ModuleType, layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """Return a layer's output and gradients, by some kernels."""
     from retrofit.layers.kernels import under_test
 
-    parts = [part for part in (layer, getattr(layer, "norm", None)) if part is not None]
-    for part in parts:
-        part.to(x.device)
+    parts = [part.to(x.device) for part in _parts(layer)]
     parameters = [parameter for part in parts for parameter in part.parameters()]
     leaf = x.detach().requires_grad_()
     with under_test(kernels), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         out = layer(leaf)
         gradients = torch.autograd.grad(out, [leaf, *parameters], grad.to(out.dtype))
-    return [out.detach(), *gradients]
+    numbered = {f"gradient {number}": gradient for number, gradient in enumerate(gradients)}
+    return {"the output": out.detach(), **numbered}
 
 
 def _results(
@@ -219,7 +210,7 @@ def _results(
     # Skewed and away from zero, so that lambda is far from 1
     x = (0.6 * numbers(*case.shape)).exp().add(2).to(device, dtype)
     grad = numbers(*case.shape).to(device, dtype)
-    weight, bias = numbers(*case.affine).to(device), numbers(*case.affine).to(device)
+    weight, bias = numbers(2, *case.affine).to(device)
     strength = Strength(torch.tensor(0.8, dtype=torch.float32, device=device))
     layout = layout_of(case.shape, x.stride(), case.dims, torch.Size(case.affine))
     options = KernelOptions(layout, strength, eps=1e-5)
@@ -230,16 +221,15 @@ def _results(
     out, grad_x, applied = (torch.empty_like(x) for _ in range(3))
     stats = kernels.forward(out, x, weight, bias, options)
     grad_weight, grad_bias = kernels.backward(grad_x, x, grad, weight, stats, options)
-    results = {"the output": out, "the gradient of x": grad_x}
-    results |= {"the gradient of gamma": grad_weight, "the gradient of beta": grad_bias}
-    if layout.affine == tuple(1 if d in case.dims else n for d, n in enumerate(case.shape)):
-        mean, rstd, change = (
-            numbers(*case.affine) + 3,
-            numbers(*case.affine).abs() + 0.1,
-            numbers(*case.affine),
-        )
-        constants = torch.stack([mean, rstd, change, weight.cpu(), bias.cpu()]).to(device)
-        kernels.apply(applied, x, layout, constants)
+    results = {
+        "the output": out,
+        "the gradient of x": grad_x,
+        "the gradient of gamma": grad_weight,
+        "the gradient of beta": grad_bias,
+    }
+    if layout.affine == layout.kept:
+        constants = numbers(5, *case.affine).abs() + 0.1
+        kernels.apply(applied, x, layout, constants.to(device))
         results["the output by given statistics"] = applied
     return results
 

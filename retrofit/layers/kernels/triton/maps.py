@@ -8,14 +8,12 @@ proxy-normalized activations (`proxy`) are others, whose numbers small kernels c
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import compress
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from retrofit.layers.function_transforms import needed
 from retrofit.layers.kernels.channelwise import Activation
@@ -135,12 +133,8 @@ def _plan(
     layout = layout_of(size, stride, dims, channels)
     plan = plan_of(layout.shape, layout.dims, layout.affine, programs)
     in_order = [d for d in layout.order if d in of_sets] == of_sets
-    return plan if in_order and plan is not None and _is_per_set(plan) else None
-
-
-def _is_per_set(plan: LaunchPlan) -> bool:
-    """Whether gamma is a number of each set, whose lanes are no other's."""
-    return plan.tile.along == "sets" and plan.tile.merge == 1
+    # Tables have a number for each lane
+    return plan if in_order and plan is not None and plan.tile.merge == 1 else None
 
 
 def channel_plan(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> LaunchPlan | None:
@@ -208,39 +202,33 @@ class ChannelMapOnGPU(torch.autograd.Function):
         eps: float,
         plan: LaunchPlan,
     ) -> Tensor:
-        ctx.save_for_backward(x, mean, var, weight, bias)
+        ctx.save_for_backward(x, mean, var, weight)
         ctx.eps = eps
         ctx.plan = plan
         return launch_map(x, weight, bias, plan, statistics=(mean, var), eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, var, weight, bias = ctx.saved_tensors
-        gradients: Any
+        x, mean, var, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
-            gradients = _differentiably(x, grads[0], mean, var, weight, bias, ctx.eps)
+            grad_x, *sums = _differentiably(x, grads[0], mean, var, weight, ctx.eps)
         else:
-            constants = {"statistics": (mean, var), "eps": ctx.eps}
-            grad_x, sums = launch_map_backward(x, grads[0], weight, ctx.plan, **constants)
-            gradients = grad_x, *sums
-        return gradients[0], None, None, *needed(ctx, 3, gradients[1:]), None, None
+            grad_x, sums = launch_map_backward(
+                x, grads[0], weight, ctx.plan, statistics=(mean, var), eps=ctx.eps
+            )
+        return grad_x, None, None, *needed(ctx, 3, sums), None, None
 
 
 def _differentiably(
-    x: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> list[Tensor | None]:
-    """Return the gradients of x, weight and bias for a second derivative, by torch's operation."""
+    x: Tensor, grad: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    """Return the gradients of x, weight and bias for a second derivative, by torch's operations."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    statistics = mean.to(exact), var.to(exact)
-    gamma, beta = (None if value is None else value.to(exact) for value in (weight, bias))
-    out = functional.batch_norm(x, *statistics, gamma, beta, eps=eps)
-    trained = [value is not None and value.requires_grad for value in (x, weight, bias)]
-    leaves: Any = list(compress((x, weight, bias), trained))
-    gradients = iter(torch.autograd.grad(out, leaves, grad.to(out.dtype), create_graph=True))
-    return [next(gradients) if each else None for each in trained]
+    beside = (1, -1, *(1,) * (x.ndim - 2))
+    slope = torch.rsqrt(var.to(exact) + eps).view(beside)
+    h = (x.to(exact) - mean.view(beside)) * slope
+    if weight is not None:
+        slope = slope * weight.view(beside)
+    g = grad.to(exact)
+    dims = [d for d in range(x.ndim) if d != 1]
+    return g * slope, (g * h).sum(dims), g.sum(dims)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrofit.layers.kernels.kernel_options import KernelOptions, Running
+from retrofit.layers.kernels.kernel_options import KernelOptions
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.norm_result import result_kernel, store_result
 from retrofit.layers.kernels.triton.norm_table import (
@@ -94,11 +94,9 @@ def _store_step(Table, place, sums, var, rstd, low, high, step_factor):
 
 
 @triton.jit
-def _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step):
+def _move_running(Mean, Var, Lambda, momentum, place, mean, var, step):
     """Move the running statistics towards the batch's, its variance unbiased."""
     count = place.count.to(tl.float32)
-    if Momentum is not None:
-        momentum = 1 / tl.load(Momentum).to(tl.float32)
     _move(Mean, place, momentum, mean)
     _move(Var, place, momentum, var * (count / tl.maximum(count - 1, 1.0)))
     _move(Lambda, place, momentum, 1 + step)
@@ -121,7 +119,7 @@ def _count_batch(Batches):
 
 @kernel
 def step_kernel(
-    X, Table, Parts, Code, Mean, Var, Lambda, Batches, Momentum, step_unit, momentum,
+    X, Table, Parts, Code, Mean, Var, Lambda, Batches, step_unit, momentum,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +135,7 @@ def step_kernel(
         step = _store_step(
             Table, place, sum_parts(Parts, 4, place), var, rstd, low, high, step_factor
         )
-        _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step)
+        _move_running(Mean, Var, Lambda, momentum, place, mean, var, step)
     _count_batch(Batches)
 
 
@@ -186,7 +184,7 @@ def noise_kernel(
 
 @kernel
 def forward_kernel(
-    Out, X, Weight, Bias, Table, Code, Seed, Mean, Var, Lambda, Batches, Momentum,
+    Out, X, Weight, Bias, Table, Code, Seed, Mean, Var, Lambda, Batches,
     step_unit, noise_unit, eps, momentum,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
@@ -202,7 +200,7 @@ def forward_kernel(
     sums = _step_sums(X, place, mean, rstd, TILE)
     step_factor = code * step_unit
     step = _store_step(Table, place, sums, var, rstd, low, high, step_factor)
-    _move_running(Mean, Var, Lambda, Momentum, momentum, place, mean, var, step)
+    _move_running(Mean, Var, Lambda, momentum, place, mean, var, step)
     _count_batch(Batches)
     powers = powers_of(step_factor * step)
     noise_scale = 0.0
@@ -226,7 +224,7 @@ def forward(
     Tensors lie in memory in the order of the layout, whatever their shapes.
     """
     plan = launcher.plan_for(x, options.layout)
-    running, momentum = _running(options.running)
+    *running, momentum = options.running or (None, None, None, None, 0.0)
     code, unit = options.strength
     seed, eps, numbers = options.seed, options.eps, plan.numbers
     # What the code is multiplied by
@@ -249,17 +247,3 @@ def forward(
         launcher.launch(noise_kernel, plan, *shared, code, noise_unit, *numbers, NOISE_SCALE)
     launcher.launch(result_kernel, plan, out, x, weight, bias, table, seed, *numbers)
     return table
-
-
-def _running(running: Running | None) -> tuple[list[Tensor | None], float]:
-    """Return the running mean, variance and lambda, what counts batches, what the momentum is one
-    over, and the momentum.
-    """
-    if running is None:
-        return [None] * 5, 0.0
-    batches, momentum = running.tracked, running.momentum
-    average = None
-    if batches is not None and momentum is None:
-        average = batches.add_(1)
-        batches = None
-    return [running.mean, running.var, running.lmbda, batches, average], momentum or 0.0
