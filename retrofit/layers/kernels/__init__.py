@@ -13,8 +13,8 @@ import contextlib
 import importlib
 import logging
 import os
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 
@@ -36,23 +36,18 @@ once a machine.
 """
 
 
-class _UnderTest(threading.local):
-    """The kernels that a thread tests, which are then chosen whatever the tensor."""
-
-    kernels: ModuleType | None = None
-
-
-_under_test = _UnderTest()
+# What a thread tests, which is then chosen whatever the tensor
+_under_test: ContextVar[ModuleType | None] = ContextVar("_under_test", default=None)
 
 
 @contextlib.contextmanager
 def under_test(module: ModuleType) -> Iterator[None]:
     """Choose some kernels in this thread, whether they are right or not."""
-    _under_test.kernels = module
+    before = _under_test.set(module)
     try:
         yield
     finally:
-        _under_test.kernels = None
+        _under_test.reset(before)
 
 
 def fits(x: Tensor) -> bool:
@@ -74,8 +69,9 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
     A ValueError says that RETROFIT_KERNELS names no kernels, a RuntimeError why those that it names
     cannot run here.
     """
-    if _under_test.kernels is not None:
-        return _under_test.kernels
+    tested = _under_test.get()
+    if tested is not None:
+        return tested
     name = _named()
     is_small = not x.is_cuda and x.numel() < LARGE
     if name == "eager" or x.dtype not in self_test.TOLERANCES or (not name and is_small):
@@ -93,7 +89,7 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
 def triton_for(x: Tensor) -> ModuleType | None:
     """Return Triton's kernels where they are chosen for `x`, else None."""
     # Not asked in vain, for the answer may take a compiler's time
-    possible = x.is_cuda or _under_test.kernels is not None or _named() == "triton"
+    possible = x.is_cuda or _under_test.get() is not None or _named() == "triton"
     if not possible or not fits(x) or not choose(x).READS_STRENGTH:
         return None
     return triton_kernels()
@@ -144,22 +140,13 @@ def _fastest(device: torch.device, dtype: torch.dtype) -> ModuleType:
     """The fastest kernels that are there and right; says what runs, and why where it is not the
     fastest of all.
     """
-    if device.type == "cuda":
-        name = "triton"
-        spoken = "Triton"
-        where = f"GPUs in {dtype}"
-        slower = "several times"
-    else:
-        name = "cpp"
-        spoken = "C++"
-        where = "the CPU"
-        slower = "about 12 times"
+    name = "triton" if device.type == "cuda" else "cpp"
     fault = _fault(name, device, dtype)
     if fault is None:
-        _log.info("normality layers run %s kernels on %s", spoken, where)
+        _log.info("normality layers run the %s kernels on %s", name, device.type)
         return _module(name)
     _log.warning(
-        "normality layers run torch operations, %s slower, on %s: %s", slower, where, fault
+        "normality layers run torch operations, many times slower, on %s: %s", device.type, fault
     )
     return eager
 
@@ -167,12 +154,13 @@ def _fastest(device: torch.device, dtype: torch.dtype) -> ModuleType:
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Say why kernels cannot run on a device, or return None where they can."""
-    if name == "cpp":
-        return cpp.fault() if device.type == "cpu" else f"the tensor is on {device}"
-    if (
-        device.type != "cuda"
-    ):  # in the interpreter a self-test takes minutes; interpreted.py has a small one
-        return None if os.environ.get("TRITON_INTERPRET") == "1" else f"the tensor is on {device}"
+    if name == "cpp" and device.type == "cpu":
+        return cpp.fault()
+    if name == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        # There, a self-test takes minutes
+        return None
+    if name == "cpp" or device.type != "cuda":
+        return f"the tensor is on {device}"
     try:
         kernels = _module(name)
         return kernels.fault() or self_test.fault(kernels, device, dtype)

@@ -327,7 +327,7 @@ def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
 def _geometry(x: Tensor, layout: Layout) -> Geometry | None:
     if x.dtype not in TYPES:
         return None
-    return geometry_of(layout.shape, layout.dims, layout.affine, library().width(), True)
+    return geometry_of(layout.shape, layout.dims, layout.affine, library().width())
 
 
 def _options(x: Tensor, options: KernelOptions) -> _COptions:

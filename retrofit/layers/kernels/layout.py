@@ -4,7 +4,6 @@ allow.
 
 import ctypes
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -56,50 +55,39 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=1024)
 def layout_of(
-    size: tuple[int, ...], stride: tuple[int, ...], dim: tuple[int, ...], *affine: torch.Size | None
+    size: tuple[int, ...], stride: tuple[int, ...], dim: tuple[int, ...], affine: torch.Size | None
 ) -> Layout:
-    """Return the layout of a tensor with sets over `dim` and affine parameters of shapes that
-    broadcast to it.
+    """Return the layout of a tensor with sets over `dim` and affine parameters of a shape that
+    broadcasts to it.
     """
     order = _memory_order(size, stride)
-    full = tuple(size[d] for d in order)
-    in_set = [d in dim for d in order]
-    fixed = [_is_fixed(affine, d) for d in order]
-    shape, merged_in_set, merged_fixed = _merged(full, in_set, fixed)
+    dimensions = [_Dimension(size[d], d in dim, affine is None or affine[d] == 1) for d in order]
+    merged = _merged(dimensions)
     # every set is a single value
-    if dim and not any(merged_in_set):
-        shape += (1,)
-        merged_in_set += (True,)
-        merged_fixed += (True,)
+    if dim and not any(each.in_set for each in merged):
+        merged.append(_Dimension(1, in_set=True, fixed=True))
     return Layout(
         order=order,
-        kept=_one_where(in_set, full),
-        shape=shape,
-        affine=_one_where(merged_fixed, shape),
-        dims=tuple(d for d, within in enumerate(merged_in_set) if within),
+        kept=tuple(1 if each.in_set else each.size for each in dimensions),
+        shape=tuple(each.size for each in merged),
+        affine=tuple(1 if each.fixed else each.size for each in merged),
+        dims=tuple(d for d, each in enumerate(merged) if each.in_set),
     )
 
 
-def _is_fixed(shapes: tuple[torch.Size | None, ...], d: int) -> bool:
-    """Whether no parameter changes along a dimension."""
-    return all(shape is None or shape[d] == 1 for shape in shapes)
+class _Dimension(NamedTuple):
+    size: int
+    # whether the normalized set spans it
+    in_set: bool
+    # whether no parameter changes along it
+    fixed: bool
 
 
-def _merged(
-    sizes: tuple[int, ...], in_set: list[bool], fixed: list[bool]
-) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[bool, ...]]:
+def _merged(dimensions: list[_Dimension]) -> list[_Dimension]:
     """Merge neighbouring dimensions of a kind, those of size 1 with any."""
-    shape: tuple[int, ...] = ()
-    kinds: list[tuple[bool, bool]] = []
-    large = [entry for entry in zip(sizes, in_set, fixed, strict=True) if entry[0] != 1]
-    for kind, run in groupby(large, key=lambda entry: entry[1:]):
-        shape += (math.prod(n for n, *_ in run),)
-        kinds.append(kind)
-    return shape, tuple(kind[0] for kind in kinds), tuple(kind[1] for kind in kinds)
-
-
-def _one_where(flags: Sequence[bool], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(1 if flag else n for flag, n in zip(flags, sizes, strict=True))
+    large = [each for each in dimensions if each.size != 1]
+    runs = groupby(large, key=lambda each: each[1:])
+    return [_Dimension(math.prod(each.size for each in run), *kind) for kind, run in runs]
 
 
 def _memory_order(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
@@ -147,15 +135,10 @@ class Geometry(ctypes.Structure):
 
 @lru_cache(maxsize=1024)
 def geometry_of(
-    shape: tuple[int, ...],
-    dims: tuple[int, ...],
-    affine: tuple[int, ...],
-    width: int,
-    beside: bool = False,
+    shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...], width: int
 ) -> Geometry | None:
     """Return the geometry of sets over `dims` for vectors of `width`, None where sets need more
-    loops. With `beside`, stretches that fit a vector and lie beside those of the next set are
-    columns.
+    loops. Stretches that fit a vector and lie beside those of the next set are columns.
     """
     *axes, lane = _axes(shape, affine)
     columns = len(axes) not in dims
@@ -166,7 +149,7 @@ def geometry_of(
     if outer.affine or (columns and lane.affine and runs.affine):
         return None
     merge = 1
-    if beside and not columns and lane.size <= width and _lie_beside(inner, runs, lane):
+    if not columns and lane.size <= width and _lie_beside(inner, runs, lane):
         columns = True
         merge = lane.size
         lane = Axis(inner.size * merge, lane.stride, lane.affine)

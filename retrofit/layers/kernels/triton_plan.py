@@ -103,9 +103,10 @@ def _geometry(
     shape: tuple[int, ...], dims: tuple[int, ...], affine: tuple[int, ...]
 ) -> Geometry | None:
     """Return the geometry, with neighbouring lanes merged where a tile can do so."""
-    geometry = geometry_of(shape, dims, affine, COLUMNS, True)
+    geometry = geometry_of(shape, dims, affine, COLUMNS)
     if geometry is not None and geometry.merge & (geometry.merge - 1):
-        return geometry_of(shape, dims, affine, COLUMNS)
+        # A stretch fits no vector of one element
+        return geometry_of(shape, dims, affine, 1)
     return geometry
 
 

@@ -8,20 +8,19 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.triton_plan import LaunchPlan, plan_of
 
 # Of Triton: those before lose constants and numbers in tuples
-OLDEST = 3, 5
+OLDEST = "3.5"
 
 
 def fault() -> str | None:
     """Say why this Triton cannot compile the kernels, or return None where it can."""
-    major, minor = triton.__version__.split(".")[:2]
-    if (int(major), int(minor)) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        return f"triton {triton.__version__} is older than {needed}, which the kernels need"
+    if TorchVersion(triton.__version__) < OLDEST:
+        return f"triton {triton.__version__} is older than {OLDEST}, which the kernels need"
     return None
 
 
