@@ -44,7 +44,8 @@ def test_second_derivative(affine: tuple[torch.Tensor | None, ...]) -> None:
     grad = torch.randn_like(x).requires_grad_()
 
     def gradients(x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return maps._differentiably(x, grad, MEAN, VAR, trained[0], 1e-3)[: len(leaves)]
+        grad_x, affine = maps._differentiably(x, grad, MEAN, VAR, trained[0], 1e-3)
+        return (grad_x, *affine)[: len(leaves)]
 
     out = nn.functional.batch_norm(x, MEAN, VAR, *trained, eps=1e-3)
     leaves = [leaf for leaf in (x, *trained) if leaf is not None]

@@ -156,7 +156,7 @@ def _layers(channels: int) -> dict[str, nn.Module]:
 
     fused = MigratedGroupNormAct(2, channels, strength=0.7)
     fused.act = ProxyNorm(nn.SiLU(), channels, norm=fused)
-    layers = {
+    layers: dict[str, nn.Module] = {
         "frozen": FrozenBatchNorm(channels),
         "migrated": MigratedGroupNorm(2, channels, strength=0.7),
         "migrated and proxy": fused,

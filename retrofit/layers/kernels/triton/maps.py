@@ -7,6 +7,7 @@ proxy-normalized activations (`proxy`) are others, whose numbers small kernels c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -210,19 +211,22 @@ class ChannelMapOnGPU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, var, weight = ctx.saved_tensors
+        affine: Iterable[Tensor]
         if torch.is_grad_enabled():
-            grad_x, *sums = _differentiably(x, grads[0], mean, var, weight, ctx.eps)
+            grad_x, affine = _differentiably(x, grads[0], mean, var, weight, ctx.eps)
         else:
-            grad_x, sums = launch_map_backward(
+            grad_x, affine = launch_map_backward(
                 x, grads[0], weight, ctx.plan, statistics=(mean, var), eps=ctx.eps
             )
-        return grad_x, None, None, *needed(ctx, 3, sums), None, None
+        return grad_x, None, None, *needed(ctx, 3, affine), None, None
 
 
 def _differentiably(
     x: Tensor, grad: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, ...]:
-    """Return the gradients of x, weight and bias for a second derivative, by torch's operations."""
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradient of x, and those of weight and bias, for a second derivative, by torch's
+    operations.
+    """
     exact = torch.promote_types(x.dtype, torch.float32)
     beside = (1, -1, *(1,) * (x.ndim - 2))
     slope = torch.rsqrt(var.to(exact) + eps).view(beside)
@@ -231,4 +235,4 @@ def _differentiably(
         slope = slope * weight.view(beside)
     g = grad.to(exact)
     dims = [d for d in range(x.ndim) if d != 1]
-    return g * slope, (g * h).sum(dims), g.sum(dims)
+    return g * slope, [(g * h).sum(dims), g.sum(dims)]
