@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels.kernel_options import KernelOptions, Strength
-from retrofit.layers.kernels.layout import is_dense, layout_of
+from retrofit.layers.kernels.layout import is_dense, laid_out_as, layout_of
 from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 
@@ -104,7 +104,7 @@ def _backward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     x = _dense(x)
-    grad = torch.empty_like(x).copy_(grad) if grad.stride() != x.stride() else grad
+    grad = laid_out_as(x, grad)
     grad_x = torch.empty_like(x)
     # `table` only fills the place of the strength: the backward pass reads the factors in it.
     options = _options(x, Strength(table), seed, eps)

@@ -21,7 +21,7 @@ from retrofit.layers.gaussianization import gaussianize
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import DrawNoise, affine, compute_dtype
 from retrofit.layers.kernels.kernel_options import KernelOptions, Running, Strength
-from retrofit.layers.kernels.layout import Layout, is_dense, layout_of
+from retrofit.layers.kernels.layout import Layout, is_dense, laid_out_as, layout_of
 from retrofit.layers.kernels.normal_numbers import normal
 from retrofit.layers.kernels.triton_plan import plan_of
 from retrofit.layers.noise import NoiseKind, perturb
@@ -299,8 +299,7 @@ class _ByKernels(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, table, seed = ctx.saved_tensors
-        if grad.stride() != x.stride():
-            grad = torch.empty_like(x).copy_(grad)
+        grad = laid_out_as(x, grad)
         grad_x = torch.empty_like(x)
         options = ctx.options._replace(seed=seed)
         gradients = ctx.module.backward(grad_x, x, grad, weight, table, options)

@@ -42,23 +42,19 @@ def known(activation: Any) -> Activation | None:
     """Return what channelwise.cpp calls an activation, a module or a function; None where it has no
     number, or someone's hook wants to see it.
     """
-    if not isinstance(activation, nn.Module):
-        return _fixed(activation)
-    if is_watched(activation):
+    if isinstance(activation, nn.Module) and is_watched(activation):
         return None
-    layer: Any = activation
     kind = type(activation)
     if kind in (nn.ReLU6, nn.Hardtanh):
-        return _CLAMP, float(layer.min_val), float(layer.max_val)
+        return _CLAMP, float(activation.min_val), float(activation.max_val)
     if kind is nn.LeakyReLU:
-        return _LEAKY, float(layer.negative_slope), 0.0
-    if kind is nn.GELU and layer.approximate == "none":
+        return _LEAKY, float(activation.negative_slope), 0.0
+    if kind is nn.GELU and activation.approximate == "none":
         return _GELU, 0.0, 0.0
-    return _fixed(kind)
-
-
-def _fixed(function: Any) -> Activation | None:
-    return next((numbers for each, numbers in _FIXED if each is function), None)
+    for each, numbers in _FIXED:
+        if each is activation or each is kind:
+            return numbers
+    return None
 
 
 def is_watched(module: nn.Module) -> bool:

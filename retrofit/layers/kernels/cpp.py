@@ -121,9 +121,8 @@ def cache_folder() -> Path:
         status = each.stat()
         # As /tmp: others may add names, not change mine.
         sticky = each != place and status.st_mode & stat.S_ISVTX
-        if status.st_uid not in (os.geteuid(), 0):
-            raise OSError(f"{each} belongs to another user; set XDG_CACHE_HOME")
-        if status.st_mode & 0o022 and not sticky:
+        is_writable = status.st_mode & 0o022 and not sticky
+        if is_writable or status.st_uid not in (os.geteuid(), 0):
             raise OSError(f"others may write to {each}; set XDG_CACHE_HOME")
     return place
 

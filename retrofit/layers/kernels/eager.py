@@ -221,8 +221,8 @@ def backward(
     weight = layout.view_affine(weight)
     over = Reductions(layout.dims, options.group)
     t = options.step_factor
-    to_weight = torch.zeros(layout.affine, dtype=stats.dtype, device=x.device)
-    to_bias = torch.zeros_like(to_weight)
+    gradients = torch.zeros(2, *layout.affine, dtype=stats.dtype, device=x.device)
+    to_weight, to_bias = gradients
     for block in blocks(x, layout.dims, options.group is not None):
         draw_noise = block.noise_of(x, options)
         kept = torch.stack([block.of(row) for row in stats])
@@ -232,7 +232,7 @@ def backward(
         g = g.to(y.dtype)
         _add(block.of(to_weight), g * y)
         _add(block.of(to_bias), g)
-    return torch.stack([to_weight, to_bias])
+    return gradients
 
 
 def _add(total: Tensor, share: Tensor) -> None:

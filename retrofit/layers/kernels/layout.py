@@ -53,6 +53,11 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
+def laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient that lies in memory as `x` does."""
+    return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
+
+
 @lru_cache(maxsize=1024)
 def layout_of(
     size: tuple[int, ...], stride: tuple[int, ...], dim: tuple[int, ...], affine: torch.Size | None

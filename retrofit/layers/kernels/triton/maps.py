@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retrofit.layers.function_transforms import needed
 from retrofit.layers.kernels.channelwise import Activation
-from retrofit.layers.kernels.layout import is_dense, layout_of
+from retrofit.layers.kernels.layout import is_dense, laid_out_as, layout_of
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.activations import IDENTITY, phi
 from retrofit.layers.kernels.triton.affine import affine_of_sets, store_affine_sums
@@ -143,11 +143,6 @@ def channel_plan(x: Tensor, channel_dim: int = 1, per_sample: bool = False) -> L
     # Programs that only write need no merging of what they share
     programs = launcher.processors(x.device) * (1 if per_sample else PROGRAMS)
     return _plan(x.shape, x.stride(), channel_dim, per_sample, programs)
-
-
-def laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
-    """Return a gradient that lies in memory as `x` does."""
-    return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
 
 
 def launch_map(

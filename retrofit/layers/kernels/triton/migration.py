@@ -15,12 +15,12 @@ from torch.utils.weak import TensorWeakRef
 from retrofit.layers.function_transforms import differentiable_once, needed
 from retrofit.layers.kernels.channelwise import Activation
 from retrofit.layers.kernels.kernel_options import Strength
+from retrofit.layers.kernels.layout import laid_out_as
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.activations import IDENTITY
 from retrofit.layers.kernels.triton.affine import affine_of_sets
 from retrofit.layers.kernels.triton.maps import (
     channel_plan,
-    laid_out_as,
     launch_map,
     load_argument,
     phi_of,

@@ -40,10 +40,10 @@ from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 @triton.jit
 def _standardization(mean, squares, low, high, place, eps):
-    """Return mean, variance, 1 / std, and the standardized extremes."""
+    """Return variance, 1 / std, and the standardized extremes."""
     var = squares / place.count.to(tl.float32)
     rstd = 1 / tl.sqrt(var + eps)
-    return mean, var, rstd, -(low + mean) * rstd, (high - mean) * rstd
+    return var, rstd, -(low + mean) * rstd, (high - mean) * rstd
 
 
 @kernel
@@ -60,7 +60,7 @@ def statistics_kernel(
     if is_last_program(Table, place):
         mean, squares = merge_moments(Parts, place)
         low, high = reduce_parts(Parts, 2, tl.max, place), reduce_parts(Parts, 3, tl.max, place)
-        mean, var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
+        var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
         store_rows(Table, MEAN, place, (mean, var, rstd))
         store_rows(Table, BOUNDS, place, (low, high))
 
@@ -195,7 +195,7 @@ def forward_kernel(
     )
     code = tl.load(Code).to(tl.float32)
     mean, squares, low, high = mean_and_squares(X, place, TILE)
-    mean, var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
+    var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
     store_rows(Table, MEAN, place, (mean, var, rstd))
     sums = _step_sums(X, place, mean, rstd, TILE)
     step_factor = code * step_unit

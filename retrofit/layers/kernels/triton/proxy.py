@@ -126,11 +126,11 @@ class Proxy(NamedTuple):
     restore_shift: Tensor | None
     channel_dim: int
 
-    def table(self, x: Tensor, channels: int, *parameters: Tensor | None) -> Tensor:
+    def table(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
         """Return scale and shift of phi, and what their derivatives take, by gamma, beta,
         proxy_scale and proxy_bias.
         """
-        table = launcher.room(x, 5, channels)
+        table = launcher.room(x, 5, x.shape[self.channel_dim])
         tensors = table, *parameters, self.restore_scale, self.restore_shift
         self._launch(proxy_kernel, table, tensors, (*self.strength, self.eps))
         return table
@@ -179,7 +179,7 @@ class ProxyActivationOnGPU(torch.autograd.Function):
         proxy: Proxy,
         *parameters: Tensor | None,
     ) -> Tensor:
-        table = proxy.table(x, x.shape[proxy.channel_dim], *parameters)
+        table = proxy.table(x, *parameters)
         ctx.save_for_backward(x, table, *parameters)
         ctx.plan = plan
         ctx.migration = migration
