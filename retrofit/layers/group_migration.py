@@ -105,7 +105,7 @@ def _by_kernels(
     weight, bias, mean, var, _ = tensors
     triton = kernels.triton_for(x)
     if triton is not None:
-        migration = migration_on_gpu(x, numbers, tensors, triton)
+        migration = triton.migrate(x, numbers, tensors)
         if migration is None:
             return None
         out = triton.MigratedNormOnGPU.apply(x, weight, bias, migration)
@@ -121,29 +121,6 @@ def _by_kernels(
     plain = num_groups, t, float(eps), float(source_eps)
     out = channelwise.MigratedNorm.apply(x, layout, plain, *tensors)
     return out
-
-
-def migration_on_gpu(
-    x: Tensor, numbers: GroupNumbers, tensors: tuple[Tensor | None, ...], triton: Any
-) -> Any:
-    """Return what Triton's kernels take of `x` beside its own values, None where they do not take
-    it; the tensors are weight, bias, running mean and variance, and gain.
-    """
-    num_groups, strength, *both_eps = numbers
-    weight, bias, mean, var, gain = tensors
-    eps, source_eps = (torch.as_tensor(number, device=x.device) for number in both_eps)
-    return triton.migrate(
-        x,
-        num_groups,
-        strength,
-        weight=weight,
-        bias=bias,
-        mean=mean,
-        var=var,
-        gain=gain,
-        eps=eps,
-        source_eps=source_eps,
-    )
 
 
 def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,6 @@ from retrofit.layers.group_migration import (
     check_shape,
     group_gain,
     migrated_group_norm,
-    migration_on_gpu,
     settled_eps,
 )
 from retrofit.layers.inference_forms import ConstantNorm, MigratedForm
@@ -232,7 +231,7 @@ class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
         check_shape(x, self.num_groups, self.num_channels)
         numbers = self.num_groups, self._strength, self.group_eps, self.eps
         tensors = self.weight, self.bias, self.running_mean, self.running_var, self.gain
-        migration = migration_on_gpu(x, numbers, tensors, triton)
+        migration = triton.migrate(x, numbers, tensors)
         if migration is None:
             return None
         return act.proxied(x, None, migration.plan, migration, kind, triton)

@@ -244,20 +244,15 @@ class Migration(NamedTuple):
 
 def migrate(
     x: Tensor,
-    num_groups: int,
-    strength: Strength,
-    *,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    gain: Tensor | None,
-    eps: Tensor,
-    source_eps: Tensor,
+    numbers: tuple[int, Strength, Tensor | float, Tensor | float],
+    tensors: tuple[Tensor | None, ...],
 ) -> Migration | None:
-    """Reduce (N, C, *) to what `migrated_group_norm` takes of it, None where kernels cannot. The two
-    eps are 0-dim, the other tensors (C,).
+    """Reduce (N, C, *) to what `migrated_group_norm` takes of it, None where kernels cannot. The
+    numbers are groups, strength, eps and the source's eps; the tensors, (C,) each, are weight,
+    bias, mean, var and gain.
     """
+    num_groups, strength, *both_eps = numbers
+    eps, source_eps = (torch.as_tensor(number, device=x.device) for number in both_eps)
     plan = channel_plan(x, per_sample=True)
     if plan is None:
         return None
@@ -265,12 +260,12 @@ def migrate(
     launcher.launch(moments_kernel, plan, parts, x, *plan.numbers)
     table = launcher.room(x, 2, plan.sets)
     groups = launcher.room(x, 3, len(x), num_groups)
-    parameters = mean, var, gain, weight, bias
+    weight, bias, *constants = tensors
     factors = strength.source, eps, source_eps, strength.unit
     sizes = plan.splits, *plan.shares
-    operands = table, groups, parts, *parameters, *factors
+    operands = table, groups, parts, *constants, weight, bias, *factors
     _launch_on_groups(migration_kernel, x, groups, operands, sizes)
-    return Migration(plan, (mean, var, gain, source_eps), table, groups)
+    return Migration(plan, (*constants, source_eps), table, groups)
 
 
 class MigratedNormOnGPU(torch.autograd.Function):

@@ -56,6 +56,7 @@ def place_of(
     lanes, stride = lanes * TILE.unit, stride * TILE.unit
     task = tl.program_id(0)
     outer = task
+    # Within an outer step, columns have blocks of lanes, and stretches have sets
     if TILE.way != "rows":
         outer, inner = task // inner, task % inner
     base = outer.to(tl.int64) * (outer_stride * TILE.unit)
