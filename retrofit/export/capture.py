@@ -5,13 +5,13 @@ The power transform is one node of the captured graph, `retrofit::power`; all el
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from retrofit.errors import RetrofitError
@@ -34,6 +34,8 @@ _FORM_NAMES = {
     inference_forms.TwoBranch: "two branches",
     inference_forms.GroupConvolution: "group convolution",
 }
+# A layer whose forward is somebody's own
+_KEPT = "kept"
 # Converted layers that are no normalization: reports leave them out
 _NO_NORMS = (ProxyNorm, WeightStandardization, PlainAffine)
 
@@ -92,7 +94,7 @@ def capture(
         shapes=_varying_shapes(call, batch is None, dynamic_size),
         batch_norms=frozenset(norm.name for norm in norms if norm.family in ("bn", "frozen-bn")),
     )
-    powers = _put_forms(net, program.layers, lambdas or {})
+    form_names, powers = _put_forms(net, lambdas or {})
     if is_detector:
         program.not_captured = (
             "detectors sort and suppress boxes, which torch.export cannot capture"
@@ -105,6 +107,10 @@ def capture(
         program.not_captured = str(error)
         return program
     program.module = refusing_other_calls(exported.module(), call)
+    called = _called_layers(program.module)
+    program.layers = {
+        name: form for name, form in form_names.items() if name in called or form == _KEPT
+    }
     return program
 
 
@@ -123,11 +129,12 @@ def _varying_shapes(call: Call, any_batch: bool, dynamic_size: bool) -> ShapesCo
 
 
 def _put_forms(
-    net: nn.Module, layers: dict[str, str], lambdas: Mapping[str, float]
-) -> list[nn.Module]:
-    """Let the converted layers of a network compute by their forms, and note in `layers` what each
-    normalization becomes when it is called; return the power transforms in the forms.
+    net: nn.Module, lambdas: Mapping[str, float]
+) -> tuple[dict[str, str], list[nn.Module]]:
+    """Let the converted layers of a network compute by their forms; return what each normalization
+    becomes, and the power transforms in the forms.
     """
+    names: dict[str, str] = {}
     powers: list[nn.Module] = []
     for name, layer in net.named_modules():
         if not isinstance(layer, ConvertedLayer):
@@ -137,23 +144,23 @@ def _put_forms(
         # Somebody's own forward is another function than the form
         if "forward" in attributes:
             if is_norm:
-                layers[name] = "kept"
+                names[name] = _KEPT
             continue
         form = layer.inference_form()
-        form_name = _form_name(layer, form)
-        if name in lambdas and _freeze_estimates(form, lambdas[name], layer):
+        parts = list(form.modules())
+        form_name = _form_name(layer, parts)
+        if form_name == "estimated" and name in lambdas:
             form_name = "frozen"
-        if not is_norm:
-            form_name = ""
-        form_call = _FormCall(form, layers, name, form_name)
-        attributes["forward"] = form_call.forward
-        parts = form.modules()
+            _freeze_estimates(parts, lambdas[name], device_of(net))
+        if is_norm:
+            names[name] = form_name
+        attributes["forward"] = form.forward
         powers += [part for part in parts if isinstance(part, inference_forms.TwoBranch)]
-    return powers
+    return names, powers
 
 
-def _form_name(layer: ConvertedLayer, form: nn.Module) -> str:
-    classes = {type(part) for part in form.modules()}
+def _form_name(layer: ConvertedLayer, parts: Sequence[nn.Module]) -> str:
+    classes = set(map(type, parts))
     for form_class, form_name in _FORM_NAMES.items():
         if form_class in classes:
             return form_name
@@ -162,33 +169,19 @@ def _form_name(layer: ConvertedLayer, form: nn.Module) -> str:
     return "affine"
 
 
-def _freeze_estimates(form: nn.Module, lmbda: float, layer: Any) -> bool:
-    """Put a constant in the place of a layer's estimates of lambda; return whether there are any."""
-    estimates = [
-        part for part in form.modules() if isinstance(part, inference_forms.EstimatedTransform)
-    ]
-    for part in estimates:
-        part.freeze(lmbda, layer.strength.device)
-    return bool(estimates)
+def _freeze_estimates(parts: Sequence[nn.Module], lmbda: float, device: torch.device) -> None:
+    for part in parts:
+        if isinstance(part, inference_forms.EstimatedTransform):
+            part.freeze(lmbda, device)
 
 
-@dataclass(frozen=True, eq=False)
-class _FormCall:
-    """A layer's forward by its inference form, which notes in `layers` that the layer is called.
-
-    As an object of this package it is no part of what `left_as_it_was` puts back.
-    """
-
-    form: nn.Module
-    layers: dict[str, str]
-    name: str
-    form_name: str
-
-    def forward(self, x: Tensor) -> Any:
-        """Note the call, and compute by the form."""
-        if self.form_name:
-            self.layers[self.name] = self.form_name
-        return self.form.forward(x)
+def _called_layers(module: fx.GraphModule) -> set[str]:
+    """Return the names of the modules that the nodes of a captured graph come from."""
+    return {
+        str(name)
+        for node in module.graph.nodes
+        for name, _ in node.meta.get("nn_module_stack", {}).values()
+    }
 
 
 @contextmanager

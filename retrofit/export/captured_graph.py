@@ -99,9 +99,9 @@ class CapturedGraph:
             return self._constants.get(value)
         return None
 
-    def affine_map(self, node: Any) -> AffineMap | None:
+    def affine_map(self, node: Node) -> AffineMap | None:
         """Return the affine map that a node is; None for others."""
-        if not isinstance(node, Node) or node.op != "call_module":
+        if node.op != "call_module":
             return None
         part = self.module.get_submodule(str(node.target))
         if isinstance(part, AffineMap):
@@ -113,11 +113,11 @@ class CapturedGraph:
         maps = ((node, self.affine_map(node)) for node in self.graph.nodes)
         return [(node, affine) for node, affine in maps if affine is not None]
 
-    def linear(self, node: Any) -> LinearMap | None:
+    def linear(self, node: Node) -> LinearMap | None:
         """Return a convolution or linear layer whose weight is a constant that nothing else uses;
         None for others.
         """
-        if not isinstance(node, Node) or node.target not in LINEAR:
+        if node.target not in LINEAR:
             return None
         values = arguments(node)
         weight = self.constant(values["weight"])
@@ -196,6 +196,11 @@ def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
     return values
 
 
+def _call(node: Node, values: dict[Node, Any]) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def _tied_of(module: fx.GraphModule) -> set[Node]:
     """Return the constants that lie in one memory with others, as tied weights do."""
     in_memory: dict[int, list[Node]] = defaultdict(list)
@@ -204,11 +209,6 @@ def _tied_of(module: fx.GraphModule) -> set[Node]:
         if isinstance(value, Tensor):
             in_memory[value.untyped_storage().data_ptr()].append(node)
     return {node for nodes in in_memory.values() for node in nodes if len(nodes) > 1}
-
-
-def _call(node: Node, values: dict[Node, Any]) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _is_pure(node: Node) -> bool:

@@ -21,7 +21,8 @@ from retrofit.inputs import Call
 from retrofit.layers.normality_mixin import lambda_values
 from retrofit.utils.forward_pass import evaluating
 
-REPORT_IT = "please report it, or raise `tolerance` if you can accept that"
+ACCEPT = "or raise `tolerance` if you can accept that"
+REPORT_IT = f"please report it, {ACCEPT}"
 
 
 class FoldedNetwork(NamedTuple):
@@ -54,7 +55,7 @@ def checked_fold(request: Request) -> FoldedNetwork:
     )
     fits: Mapping[Node, Replacement] = {}
     if program.not_captured:
-        program.not_captured += _advice_on_capture(request)
+        program.not_captured += "; some networks need a fixed `batch=1`, or no `dynamic_size`"
         if request.fold == "poly":
             raise RetrofitError(f"{program.not_captured}; `fold='exact'` may do")
     else:
@@ -80,27 +81,16 @@ def _refuse_missing_numbers(network: nn.Module, reference: Reference) -> None:
             raise RetrofitError(f"{name} holds NaN; export other weights")
 
 
-def _advice_on_capture(request: Request) -> str:
-    if request.batch is not None:
-        return ""
-    if request.dynamic_size:
-        return "; leave out `dynamic_size`"
-    return "; some networks need a fixed `batch=1`"
-
-
 def _refuse_fixed_batch(program: Program, reference: Reference) -> None:
     """Raise RetrofitError if the captured network does not take other numbers of samples."""
-    captured = program.call.batch
     for call in reference.calls[:3]:
-        if call.batch == captured:
-            continue
         try:
             with torch.no_grad():
                 call.on(program.module)
         # A guard of torch.export or the network's own code may raise anything.
         except Exception as error:
             raise RetrofitError(
-                f"captured with {captured} samples, the network does not take {call.batch}; fix "
+                f"captured with {program.call.batch} samples, the network does not take {call.batch}; fix "
                 f"their number, as `batch={reference.calls[0].batch}`"
             ) from error
 
@@ -115,14 +105,13 @@ def _folded_layers(program: Program, fits: Mapping[Node, Replacement]) -> tuple[
 
 def _claim_and_advice(request: Request, program: Program) -> tuple[str, str]:
     """Return in words what differs, and what to do about it."""
-    accept = "or raise `tolerance` if you can accept that"
     if request.approximates:
-        advice = f"leave out `freeze_lambda`, raise or leave out `degree`, {accept}"
+        advice = f"leave out `freeze_lambda`, raise or leave out `degree`, {ACCEPT}"
         return "the approximation differs from the given network", advice
     different = "the folded network differs from the given one"
     if not program.not_captured and _quantizes(program):
         advice = "it quantizes its values, and a rounding error may move one by a step"
-        return different, f"{advice}: fold it before `prepare_qat`, {accept}"
+        return different, f"{advice}: fold it before `prepare_qat`, {ACCEPT}"
     return different, REPORT_IT
 
 
@@ -132,15 +121,15 @@ def _quantizes(program: Program) -> bool:
 
 
 def _mean_lambdas(network: nn.Module, calls: Sequence[Call]) -> dict[str, float]:
-    """Return the mean lambda, strength included, of each layer that estimates it, over images."""
+    """Return each layer's mean lambda over images, strength included."""
     values: dict[str, list[Tensor]] = defaultdict(list)
     with evaluating(network):
         for call in calls:
             for name, lmbda in lambda_values(network, call.args[0]).items():
                 values[name].append(lmbda.double())
-    layers: dict[str, Any] = {name: network.get_submodule(name) for name in values}
-    return {
-        name: 1 + float(layer.effective_alpha) * float(torch.cat(values[name]).mean() - 1)
-        for name, layer in layers.items()
-        if layer.channel_map() is None
-    }
+    means = {}
+    for name, seen in values.items():
+        layer: Any = network.get_submodule(name)
+        estimate = float(torch.cat(seen).mean())
+        means[name] = 1 + float(layer.effective_alpha) * (estimate - 1)
+    return means

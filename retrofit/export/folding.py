@@ -29,7 +29,7 @@ def fold(
     `export_onnx` writes.
 
     The network is captured with example inputs. The result accepts the same arguments, with any
-    number of samples; other calls raise a RetrofitError. Its outputs are compared with the
+    number of samples; other arguments or sizes raise a RetrofitError. Its outputs are compared with the
     network's on these inputs and on the images of `calibrate` (an approximation: on images not used
     to fit it, if any). If torch.export cannot capture the network, nothing is folded: a warning
     says so, and each layer of the returned copy uses plain torch operations.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import Node
+from torch.fx.operator_schemas import normalize_function
 
 ATEN = torch.ops.aten
 
@@ -14,13 +15,13 @@ def arguments(node: Node) -> dict[str, Any]:
     """Return the arguments of a call of an ATen operator by name, in their order, defaults
     included.
     """
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    names = [parameter.name for parameter in parameters]
-    passed = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return {
-        parameter.name: passed.get(parameter.name, parameter.default_value)
-        for parameter in parameters
-    }
+    normalized: Any = normalize_function(
+        node.target,  # type: ignore[arg-type]
+        node.args,
+        node.kwargs,
+        normalize_to_only_use_kwargs=True,
+    )
+    return dict(normalized.kwargs)
 
 
 def users_of(node: Node) -> list[Node]:

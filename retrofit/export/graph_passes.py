@@ -51,11 +51,8 @@ def replace_power_transforms(graph: CapturedGraph, fits: Mapping[Node, Replaceme
         transform = Transform.of(graph.module, node)
         replacement = fits.get(node) or transform.exact_form()
         name = layer_of(node)
-        layers: frozenset[str] = frozenset()
-        if replacement.form == "affine":
-            layers = frozenset([name])
         scale = transform.sign * replacement.scale
-        before = AffineMap(scale, replacement.shift, 1, layers, is_norm=True)
+        before = AffineMap(scale, replacement.shift, 1, frozenset([name]), is_norm=True)
         x: Any = node.args[0]
         for part in (before, *replacement.parts):
             x = graph.insert(node, x, part)
@@ -103,12 +100,11 @@ def _norm_before(node: Node) -> Node | None:
 def _batch_norm(graph: CapturedGraph, norm: Node) -> tuple[Any, AffineMap] | None:
     """Return the input and the map of evaluation's batch normalization."""
     values = arguments(norm)
-    constants: list[Any] = []
-    for name in ("running_mean", "running_var", "weight", "bias"):
-        constant = graph.constant(values[name])
-        if constant is None and values[name] is not None:
-            return None
-        constants.append(constant)
+    given = [values[name] for name in ("running_mean", "running_var", "weight", "bias")]
+    constants: list[Any] = list(map(graph.constant, given))
+    # Of an affine that is off, both are None
+    if constants.count(None) > given.count(None):
+        return None
     mean, var, weight, bias = constants
     constant_map = ChannelMap.of(mean, var, values["eps"], weight, bias)
     scale, shift = constant_map.affine()
@@ -175,12 +171,20 @@ def merge_adjacent_maps(graph: CapturedGraph) -> None:
             graph.replace(previous, previous.args[0])
 
 
+def _producer_of(graph: CapturedGraph, node: Node) -> tuple[Any, LinearMap | None]:
+    """Return the convolution or linear layer whose output a node alone takes, None if it is none."""
+    producer: Any = node.args[0]
+    layer = graph.linear(producer)
+    if layer is None or users_of(producer) != [node]:
+        return producer, None
+    return producer, layer
+
+
 def fold_into_producers(graph: CapturedGraph) -> None:
     """Fold an affine map into the layer whose output it alone takes."""
     for node, affine in graph.affine_maps():
-        producer: Any = node.args[0]
-        layer = graph.linear(producer)
-        if layer is None or users_of(producer) != [node]:
+        producer, layer = _producer_of(graph, node)
+        if layer is None:
             continue
         groups, outputs = layer.weight.shape[:2]
         if _has_same_channels(producer, affine, groups * outputs):
@@ -194,11 +198,8 @@ def merge_whitenings(graph: CapturedGraph) -> None:
     """
     layers = [node for node in graph.graph.nodes if node.target in LINEAR]
     for node in layers:
-        producer: Any = node.args[0]
-        layer = graph.linear(producer)
-        if layer is None or users_of(producer) != [node]:
-            continue
-        if _channel_dim(producer) != _channel_dim(node):
+        producer, layer = _producer_of(graph, node)
+        if layer is None or _channel_dim(producer) != _channel_dim(node):
             continue
         matrix = _point_matrix(graph, node)
         if matrix is None:

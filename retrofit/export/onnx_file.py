@@ -152,6 +152,7 @@ def written(
 
 
 def _put_weights_beside(model: onnx.ModelProto, name: str) -> None:
+    # `onnx.save_model` would look for the name in the working folder
     for tensor in model.graph.initializer:
         if len(tensor.raw_data) >= SMALL:
             set_external_data(tensor, name)

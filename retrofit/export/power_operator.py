@@ -115,10 +115,10 @@ class Transform:
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)
         scale = torch.where(is_live, self.gamma - self.lmbda * self.beta, 0.0)
-        near_0 = bool((self.lmbda.abs() < inference_forms.SMALL_POWER).any())
-        if not near_0:
+        branch = OneBranch(self.lmbda)
+        if not branch.near_0:
             scale = scale / self.lmbda
-        parts = [limits(1.0), OneBranch(self.lmbda, near_0)]
+        parts = [limits(1.0), branch]
         after: Tensor | None = scale
         # Without an upper limit the scale may go into the layer that follows
         if high < INF:
@@ -169,9 +169,9 @@ class OneBranch(nn.Module):
 
     lmbda: Tensor
 
-    def __init__(self, lmbda: Tensor, near_0: bool) -> None:
+    def __init__(self, lmbda: Tensor) -> None:
         super().__init__()
-        self.near_0 = near_0
+        self.near_0 = bool((lmbda.abs() < inference_forms.SMALL_POWER).any())
         self.register_buffer("lmbda", lmbda.float())
 
     def forward(self, u: Tensor) -> Tensor:

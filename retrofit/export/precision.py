@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from retrofit.compare import ComparisonError, Reference
+from retrofit.export.checked_fold import ACCEPT
 from retrofit.export.onnx_file import Check, reported
 from retrofit.export.request import Request
 from retrofit.utils.files import termination_unwinds, writing
@@ -45,33 +46,21 @@ def narrowed(
     precision = request.precision
     tolerance = request.tolerance or TOLERANCES[precision]
     reference = Reference(request.network, request.unseen, tolerance=tolerance)
-    accept = "or raise `tolerance` if you can accept that"
     if precision == "int8":
-        batches = _calibration_batches(request)
+        size = request.batch or CALIBRATED_AT_ONCE
+        batches = [images for call in request.fitted for images in call.args[0].split(size)]
         narrow = to_int8(model, batches)
-        advice = f"bake the network first, give other images, {accept}"
+        advice = f"bake the network first, give other images, {ACCEPT}"
     else:
-        advice = f"use `fold='exact'`, keep float32, {accept}"
-        _refuse_overflow(exported, reference, advice)
+        advice = f"use `fold='exact'`, keep float32, {ACCEPT}"
+        rounded = reference.compare(HalfRun(exported.module()))
+        if rounded.differs:
+            claim = "float16, which ends at 65504, differs from PyTorch"
+            raise ComparisonError(rounded, claim, advice)
         narrow = to_float16(model)
     narrow.producer_name = model.producer_name
     narrow.producer_version = model.producer_version
     return narrow, Check(reference, advice)
-
-
-def _calibration_batches(request: Request) -> list[Tensor]:
-    size = request.batch or CALIBRATED_AT_ONCE
-    return [images for call in request.fitted for images in call.args[0].split(size)]
-
-
-def _refuse_overflow(
-    exported: torch.export.ExportedProgram, reference: Reference, advice: str
-) -> None:
-    """Raise ComparisonError if operations that return float16 change the outputs too much."""
-    rounded = reference.compare(HalfRun(exported.module()))
-    if rounded.differs:
-        claim = "float16, which ends at 65504, differs from PyTorch"
-        raise ComparisonError(rounded, claim, advice)
 
 
 def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProto:

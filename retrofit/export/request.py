@@ -88,6 +88,10 @@ class Request:
             yield f"there is no precision {self.precision!r}; use {_PRECISIONS}"
         if self.fold != "poly" and self.degree is not None:
             yield "`degree` is that of approximations; add `fold='poly'`"
+        yield from self._problems_of_numbers()
+        yield from self._problems_of_images()
+
+    def _problems_of_numbers(self) -> Iterator[str]:
         if self.degree is not None and not 2 <= self.degree <= MAX_DEGREE:
             yield f"`degree={self.degree}` is not supported; use 2 to {MAX_DEGREE} or none"
         if self.batch is not None and self.batch < 1:
@@ -95,19 +99,17 @@ class Request:
         tolerance = self.tolerance
         if tolerance is not None and not 0 < tolerance < float("inf"):
             yield f"`tolerance` must be more than 0, not {tolerance}; {TOLERANCE:g} is usual"
-        yield from self._problems_of_images()
 
     def _problems_of_images(self) -> Iterator[str]:
         count = len(self.images)
-        if self.freeze_lambda and not count:
-            yield "`freeze_lambda` takes means over images; give `calibrate` images too"
-        if self.precision == "int8" and count < 2:
-            yield "INT8 is fitted and judged on `calibrate` images; give 2 or more"
-        if self.approximates and count == 1:
-            yield "one image is too few to fit and check on; give `calibrate` more"
-        if self.batch is not None and 0 < count < 2 * self.batch:
-            least = 2 * self.batch
-            yield f"`batch={self.batch}` takes {least} `calibrate` images or more; got {count}"
+        needs_images = self.freeze_lambda or self.precision == "int8"
+        halves_images = self.approximates or needs_images or self.batch is not None
+        least = 2 * (self.batch or 1)
+        if halves_images and count < least and (count or needs_images):
+            yield (
+                f"give {least} or more `calibrate` images, not {count}: one half of them fits "
+                f"(`freeze_lambda`, INT8, polynomials), the other judges, in batches of `batch`"
+            )
 
     def _example_calls(self) -> list[Call]:
         """Return the user's inputs or random ones, in several numbers unless `batch` fixes it."""
@@ -136,12 +138,12 @@ class Request:
 
     def _check_size_of_images(self) -> None:
         shapes = sorted({tuple(image.shape) for image in self.images})
-        fitting = shapes == [self.sample]
-        if self.dynamic_size:
-            ranks_and_channels = {(len(shape), shape[:1]) for shape in (*shapes, self.sample)}
-            fitting = len(shapes) == len(ranks_and_channels) == 1
-        if shapes and not fitting:
-            sample = ", ".join(map(str, self.sample))
+        expected = self.sample
+        # One size behind the channels, whichever
+        if self.dynamic_size and shapes and len(shapes[0]) == len(expected):
+            expected = (*expected[:1], *shapes[0][1:])
+        if set(shapes) - {expected}:
+            sample = ", ".join(map(str, expected))
             got = " and ".join(map(str, shapes))
             raise UsageError(
                 f"`calibrate` takes batches of images of one size, (N, {sample}); got images of "

@@ -42,34 +42,31 @@ class CapturedTensor:
     """A tensor that a captured network takes."""
 
     dtype: torch.dtype
-    # A name where the size may vary
-    sizes: tuple[int | str, ...]
+    # None where the size may vary
+    sizes: tuple[int | None, ...]
 
     @classmethod
     def of(cls, node: fx.Node) -> "CapturedTensor":
         """Read from the captured graph which sizes are fixed."""
         example = node.meta["val"]
-        sizes = [size if isinstance(size, int) else str(size) for size in example.shape]
+        sizes = [size if isinstance(size, int) else None for size in example.shape]
         return cls(example.dtype, tuple(sizes))
 
-    def takes(self, value: Any, known: dict[str, int]) -> bool:
-        """Return whether a value is such a tensor; `known` are the sizes that had a name so far."""
+    def takes(self, value: Any) -> bool:
+        """Return whether a value is such a tensor."""
         if not isinstance(value, Tensor) or value.ndim != len(self.sizes):
             return False
         # The network's own precision may have been changed since
         both_float = value.is_floating_point() and self.dtype.is_floating_point
         if value.dtype != self.dtype and not both_float:
             return False
-        for size, passed in zip(self.sizes, value.shape, strict=True):
-            expected = known.setdefault(size, passed) if isinstance(size, str) else size
-            if passed != expected:
-                return False
-        return True
+        pairs = zip(self.sizes, value.shape, strict=True)
+        return all(expected in (None, size) for expected, size in pairs)
 
     def __str__(self) -> str:
         """In words, N for a size that may vary."""
-        sizes = [size if isinstance(size, int) else "N" for size in self.sizes]
-        return f"a {self.dtype} tensor of {'x'.join(map(str, sizes))}"
+        sizes = ["N" if size is None else str(size) for size in self.sizes]
+        return f"a {self.dtype} tensor of {'x'.join(sizes)}"
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,9 @@ class Signature:
             ) from error
 
     def _check_values(self, values: list[Any]) -> None:
-        known: dict[str, int] = {}
         for (name, expected), value in zip(self.arguments.items(), values, strict=True):
             if isinstance(expected, CapturedTensor):
-                is_like = expected.takes(value, known)
+                is_like = expected.takes(value)
             else:
                 is_like = type(value) is type(expected) and value == expected
             if not is_like:

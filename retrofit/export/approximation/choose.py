@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.observed_values import Observer
-from retrofit.export.approximation.polynomial_fit import MAX_DEGREE, LayerFunction, PolynomialFitter
+from retrofit.export.approximation.polynomial_fit import MAX_DEGREE, LayerFunction
 from retrofit.export.graph_nodes import shape_of
 from retrofit.export.power_operator import POWER, Replacement, Transform
 from retrofit.inputs import Call
@@ -75,12 +75,9 @@ def choose(
         if difference <= limit:
             return fits
         smallest = min(smallest, difference)
-    advice = "raise `tolerance`, give `calibrate` images"
-    if fitted:
-        advice = "raise `tolerance`"
     raise RetrofitError(
         f"approximations change the output by {smallest:.2g} of its scale, not safely less than "
-        f"{tolerance:g}; {advice} or use `fold='exact'`"
+        f"{tolerance:g}; raise `tolerance`, give more `calibrate` images or use `fold='exact'`"
     )
 
 
@@ -90,8 +87,6 @@ def _functions(module: fx.GraphModule, calls: Sequence[Call]) -> dict[Node, Laye
     transforms = [Transform.of(module, node) for node in nodes]
     # A frozen estimate is one number for all channels
     transforms = [transform for transform in transforms if transform.lmbda.numel() > 1]
-    if not transforms:
-        return {}
     observer = Observer(sum(call.batch for call in calls))
     for call in calls:
         outputs_of(module, call, observer=observer)
@@ -112,21 +107,29 @@ def _of_one_degree(functions: Functions, degree: int) -> dict[Node, Replacement]
         affine = function.affine()
         fits[node] = affine
         if affine.rms_error > _AFFINE:
-            fits[node] = PolynomialFitter(function).fit(degree)
+            fits[node] = function.polynomial(degree)
     return fits
 
 
 class _Run(fx.Interpreter):
-    """A run of a captured network, with other modules for some nodes; the observer sees the inputs
-    of power transforms.
+    """A run of a captured network with fits in the place of some transforms, and of the ReLUs that
+    they include; the observer sees the inputs of the others.
     """
 
     def __init__(
-        self, module: fx.GraphModule, instead: Mapping[Node, nn.Module], observer: Observer | None
+        self,
+        module: fx.GraphModule,
+        fits: Mapping[Node, Replacement],
+        observer: Observer | None,
     ) -> None:
         super().__init__(module)
-        self._instead = instead
         self._observer = observer
+        self._instead: dict[Node, nn.Module] = {}
+        for node, fit in fits.items():
+            transform = Transform.of(module, node)
+            self._instead[node] = fit.module(transform.sign)
+            if fit.has_activation and transform.relu is not None:
+                self._instead[transform.relu] = nn.Identity()
 
     def run_node(self, n: Node) -> object:
         """Compute the value of a node."""
@@ -147,22 +150,9 @@ def outputs_of(
     """Return the output tensors of a captured network, with fits in the place of transforms and
     their ReLUs.
     """
-    run = _Run(module, _modules_instead(module, fits or {}), observer)
+    run = _Run(module, fits or {}, observer)
     arguments = tree_leaves((call.args, dict(call.kwargs)))
     return list(tensors_in(run.run(*arguments)))
-
-
-def _modules_instead(
-    module: fx.GraphModule, fits: Mapping[Node, Replacement]
-) -> dict[Node, nn.Module]:
-    """Return what computes in the place of transforms, and of the ReLUs that fits include."""
-    instead: dict[Node, nn.Module] = {}
-    for node, fit in fits.items():
-        transform = Transform.of(module, node)
-        instead[node] = fit.module(transform.sign)
-        if fit.has_activation and transform.relu is not None:
-            instead[transform.relu] = nn.Identity()
-    return instead
 
 
 def _largest_difference(
@@ -206,8 +196,7 @@ def _options(
     expected = outputs_of(module, call)
     options = {}
     for node, function in functions.items():
-        fitter = PolynomialFitter(function)
-        fits = [function.affine(), *map(fitter.fit, range(2, MAX_DEGREE + 1))]
+        fits = [function.affine(), *map(function.polynomial, range(2, MAX_DEGREE + 1))]
         changed = outputs_of(module, call, {node: fits[1]})
         # What a unit of error does to the output
         harm = _squared_change(expected, changed) / max(fits[1].rms_error ** 2, 1e-30)

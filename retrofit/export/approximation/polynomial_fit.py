@@ -51,6 +51,23 @@ class LayerFunction:
         self.values = self.limited(self.unlimited(self.h))
         spread = self.values - (self.values @ self.weight)[:, None]
         self.scale = max(self._rms(spread), 1e-30)
+        self._prepare_polynomials()
+
+    def _prepare_polynomials(self) -> None:
+        """Find the root and the range of each channel, and compute the moments that least squares
+        need for every share of the range.
+        """
+        root = self._root()
+        reach = self._reach(root)
+        self.limit = -1.0 if self.high is None else 0.0
+        shares = torch.tensor(_SHARES, dtype=reach.dtype, device=reach.device)
+        self.scales = (1 / (shares[:, None] * reach)).masked_fill(reach == 0, 0.0)
+        constant = (self.gamma == 0).double()
+        self.shifts = torch.where(reach > 0, -root * self.scales, constant)
+        moments = map(self._moments, self.scales, self.shifts)
+        powers, products = zip(*moments, strict=True)
+        self.powers = torch.stack(powers)
+        self.products = torch.stack(products)
 
     def unlimited(self, h: Tensor) -> Tensor:
         """Return the layer's output for h, (C, S)."""
@@ -102,64 +119,39 @@ class LayerFunction:
     def _rms(self, values: Tensor) -> float:
         return float((values.square() @ self.weight).mean().sqrt())
 
-
-class PolynomialFitter:
-    """Polynomials in p = clamp(scale * h + shift, low, 1) for one function."""
-
-    def __init__(self, function: LayerFunction) -> None:
-        """Find the root and the range of each channel, and compute the moments that least squares
-        need for every share of the range.
-        """
-        self.function = function
-        root = self._root()
-        reach = self._reach(root)
-        self.limit = -1.0 if function.high is None else 0.0
-        shares = torch.tensor(_SHARES, dtype=reach.dtype, device=reach.device)
-        self.scales = (1 / (shares[:, None] * reach)).masked_fill(reach == 0, 0.0)
-        constant = (function.gamma == 0).double()
-        self.shifts = torch.where(reach > 0, -root * self.scales, constant)
-        moments = map(self._moments, self.scales, self.shifts)
-        powers, products = zip(*moments, strict=True)
-        self.powers = torch.stack(powers)
-        self.products = torch.stack(products)
-
     def _root(self) -> Tensor:
         """Return the root of the function, (C,), or of its tangent at the end of the data if the
         root lies beyond.
         """
-        function = self.function
-        ends = torch.stack([function.low, function.top], 1)
-        values = function.unlimited(ends)
-        tangents = ends - values / function.slope(ends)
+        ends = torch.stack([self.low, self.top], 1)
+        values = self.unlimited(ends)
+        tangents = ends - values / self.slope(ends)
         is_above = values[:, 0] > 0
         is_below = values[:, 1] < 0
-        root = function.inverse(0.0, function.low)
+        root = self.inverse(0.0, self.low)
         root = torch.where(is_above, tangents[:, 0], root)
-        if function.high is None:
+        if self.high is None:
             return torch.where(is_below, tangents[:, 1], root)
-        root = torch.where(is_below, function.top, root)
-        return root.maximum(self._lowest_root())
-
-    def _lowest_root(self) -> Tensor:
-        """Return the lowest root behind a ReLU, (C,): one far below the data is moved up to it."""
-        reach = (self.function.top - self.function.low).clamp_min(1.0)
-        return self.function.low - _ROOT_DISTANCE * reach
+        root = torch.where(is_below, self.top, root)
+        # One far below the data is moved up
+        reach = (self.top - self.low).clamp_min(1.0)
+        return root.maximum(self.low - _ROOT_DISTANCE * reach)
 
     def _reach(self, root: Tensor) -> Tensor:
         """Return how far from the root the function is fitted, (C,); 0 for a constant channel."""
-        function = self.function
-        reach = function.top - root
-        if function.high is None:
-            reach = torch.maximum(reach, root - function.low)
+        reach = self.top - root
+        if self.high is None:
+            reach = torch.maximum(reach, root - self.low)
         # Beyond its upper limit nothing rises
-        elif function.high < INF:
-            limit = function.inverse(function.high, function.top)
+        elif self.high < INF:
+            limit = self.inverse(self.high, self.top)
             reach = torch.minimum(reach, limit - root)
-        is_live = (reach > 0) & root.isfinite() & (function.gamma > 0)
+        is_live = (reach > 0) & root.isfinite() & (self.gamma > 0)
         return reach.where(is_live, 0.0)
 
-    def fit(self, degree: int) -> Replacement:
-        """Fit by least squares on the data. Each channel is limited to as much of its range as
+    def polynomial(self, degree: int) -> Replacement:
+        """Return the least-squares polynomial in p = clamp(scale * h + shift, low, 1). Each channel
+        is limited to as much of its range as
         serves it best: a few values far out would bend a polynomial of low degree for all the
         others.
         """
@@ -181,7 +173,7 @@ class PolynomialFitter:
             parts=[bounds, polynomial],
             has_activation=self.limit == 0,
         )
-        return self.function.measured(fit)
+        return self.measured(fit)
 
     def _coefficients(self, degree: int) -> Tensor:
         """Return those of the least-squares polynomials, (shares, C, degree)."""
@@ -199,14 +191,14 @@ class PolynomialFitter:
         """Return the means of p, p^2, ..., (C, K), and of their products with the function's
         values.
         """
-        weight = self.function.weight
-        h = torch.addcmul(shift[:, None], self.function.h, scale[:, None])
+        weight = self.weight
+        h = torch.addcmul(shift[:, None], self.h, scale[:, None])
         p = h.clamp(self.limit, 1.0)
         power = p
         powers = []
         products = []
         for _ in range(2 * MAX_DEGREE):
             powers.append(power @ weight)
-            products.append((power * self.function.values) @ weight)
+            products.append((power * self.values) @ weight)
             power = power * p
         return torch.stack(powers, 1), torch.stack(products, 1)

@@ -151,7 +151,7 @@ def test_a_runtime_is_taken_with_a_warning(tmp_path: Any) -> None:
     [
         *(({"degree": 3}, "add `fold=.poly.`"), ({"freeze_lambda": True}, "`calibrate`")),
         *(({"fold": "poly", "degree": degree}, "use 2 to 8") for degree in (1, 9)),
-        ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "`calibrate` more"),
+        ({"fold": "poly", "calibrate": [torch.zeros(1, 4, 9, 9)]}, "give 2 or more `calibrate`"),
         (
             {"calibrate": [torch.zeros(2, 4, 8, 9)]},
             r"of one size, \(N, 4, 9, 9\); got images of \(4, 8, 9\)$",
@@ -163,7 +163,7 @@ def test_a_runtime_is_taken_with_a_warning(tmp_path: Any) -> None:
         *(({"fold": "cubic"}, "use exact or poly"), ({"batch": 0}, "no number of samples")),
         (
             {"batch": 2, "calibrate": [torch.zeros(3, 4, 9, 9)]},
-            "takes 4 `calibrate` images or more; got 3",
+            "give 4 or more `calibrate` images, not 3",
         ),
         *(
             ({"tolerance": tolerance}, f"more than 0, not {tolerance}; 0.0001 is usual")
@@ -172,7 +172,7 @@ def test_a_runtime_is_taken_with_a_warning(tmp_path: Any) -> None:
         *(({"batch": batch}, "samples take .* GiB .*; give fewer") for batch in (10**6, 10**30)),
         (
             {"precision": "int8", "calibrate": [torch.zeros(1, 4, 9, 9)]},
-            "is fitted and judged on `calibrate`",
+            "give 2 or more `calibrate` images, not 1",
         ),
         ({"precision": "int4"}, "no precision 'int4'; use float32, float16, int8"),
         *(({"opset": opset}, "use 18 to 22") for opset in (17, 23)),

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from retrofit.export.approximation import observed_values, polynomial_fit
 from retrofit.export.approximation.observed_values import WeightedSample, gaussian
-from retrofit.export.approximation.polynomial_fit import (
-    LayerFunction,
-    PolynomialFitter,
-)
+from retrofit.export.approximation.polynomial_fit import LayerFunction
 from retrofit.export.power_operator import Replacement
 from retrofit.layers.constant_maps import ChannelMap
 
@@ -51,7 +48,7 @@ def truth(layer: ChannelMap, h: Tensor, high: float | None = None) -> Tensor:
 def test_fit(degree: int, bound: float, beta: float, high: float | None) -> None:
     layer, data = channels(0.3, 0.7, 1.1, 1.6, beta=beta), gaussian(4)
     target = LayerFunction(layer, data, high)
-    fit = PolynomialFitter(target).fit(degree)
+    fit = target.polynomial(degree)
     error = (at(fit, data.h) - truth(layer, data.h, high)) / target.scale
     assert (fit.form, fit.degree, fit.has_activation) == ("polynomial", degree, high is not None)
     assert fit.rms_error == pytest.approx(rms(error, data), rel=1e-6)
@@ -66,20 +63,19 @@ def test_a_few_far_values_do_not_bend_the_rest(
 ) -> None:
     h = torch.randn(8, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     h[:, :4] *= 20
-    target = LayerFunction(channels(*[0.3] * 8), plain(h), high)
-    limited = PolynomialFitter(target).fit(2).rms_error
+    layer = channels(*[0.3] * 8)
+    limited = LayerFunction(layer, plain(h), high).polynomial(2).rms_error
     monkeypatch.setattr(polynomial_fit, "_SHARES", (1.0,))
-    assert limited < 0.9 * PolynomialFitter(target).fit(2).rms_error
+    assert limited < 0.9 * LayerFunction(layer, plain(h), high).polynomial(2).rms_error
 
 
 def test_a_root_far_below_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = gaussian(8)
-    target = LayerFunction(
-        channels(*[2.2] * 8, gamma=0.75, beta=5.5), plain(-data.h[:, : data.seen].exp()), INF
-    )
-    near = PolynomialFitter(target).fit(6).rms_error
+    normal = gaussian(8)
+    layer = channels(*[2.2] * 8, gamma=0.75, beta=5.5)
+    data = plain(-normal.h[:, : normal.seen].exp())
+    near = LayerFunction(layer, data, INF).polynomial(6).rms_error
     monkeypatch.setattr(polynomial_fit, "_ROOT_DISTANCE", 1e9)
-    assert near < 0.5 * PolynomialFitter(target).fit(6).rms_error
+    assert near < 0.5 * LayerFunction(layer, data, INF).polynomial(6).rms_error
 
 
 @pytest.mark.parametrize("high", [None, INF, 6.0])
@@ -99,7 +95,7 @@ def test_channels_without_a_root_in_range(
 ) -> None:
     layer, data = channels(*[lmbda] * 3, gamma=gamma, beta=beta), gaussian(3)
     expected = truth(layer, data.h, high)
-    fit = PolynomialFitter(LayerFunction(layer, data, high)).fit(5)
+    fit = LayerFunction(layer, data, high).polynomial(5)
     error = rms(at(fit, data.h) - expected, data)
     assert error < 0.05 * max(1.0, rms(expected - expected.mean(), data))
 
