@@ -33,7 +33,7 @@ class Arm:
         baked: Whether layers are baked after the training, on the training pictures.
         noise: xi from the first step on; None where the layers have no noise.
         frozen: Whether BatchNorm keeps its running statistics in training too.
-        trained: "all"; "not the norms", the rest; "head", the classifier.
+        trained: "all"; "not the norms", the rest; "head", the classifier; "norms and head".
         swap: Whether the converted layers forget the statistics: what a converter that copies gamma
             and beta gives.
         recalibrated: Whether the running statistics are first taken anew from the training
@@ -104,6 +104,9 @@ ARMS = {
     ),
     "bn-noise-0.2": _noisy("BatchNorm with noise 0.2", 0.2, ours=False, alpha=0.0),
     "frozen": Arm("frozen", ours=True, to="frozen"),
+    "frozen-norms": Arm(
+        "frozen, norms and last layer trained", ours=True, to="frozen", trained="norms and head"
+    ),
     "ln": Arm("ln, t to 1", ours=True, to="ln"),
     "ln-std": Arm("ln, t to 1, each picture standardized", ours=True, to="ln", standardized=True),
     "ln-0.75": Arm("ln, t to 0.75", ours=True, to="ln", end=0.75),
@@ -170,9 +173,13 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
         model, _ = retrofit.convert(model, to=arm.to, **arm.options)
     if arm.swap:
         retrofit.set_strength(plain_swap(model), arm.end)
-    if arm.trained == "head":
+    if arm.trained in ("head", "norms and head"):
         model.requires_grad_(False)
         model.get_classifier().requires_grad_(True)
+    if arm.trained == "norms and head":
+        for module in model.modules():
+            if isinstance(module, retrofit.NORMS):
+                module.requires_grad_(True)
     if arm.trained == "not the norms":
         for module in model.modules():
             if isinstance(module, _BatchNorm):

@@ -214,7 +214,7 @@ FIGURES: list[tuple[str, int, Any]] = [
         ("ln", 1, LEFT),
         ("ln", 0, LEFT),
         (BN, 0, CLIENTS),
-        (FROZEN, 0, CLIENTS),
+        ("frozen, norms and last layer trained", 0, CLIENTS),
         (BN, 4, MAIN),
         (FROZEN, 4, MAIN),
     ),
@@ -290,6 +290,24 @@ def test_the_gains_over_the_last_layer_alone_are_the_recorded_ones() -> None:
     docs = ROOT / "docs"
     for page in (PAGES[0], docs / "evidence.md", docs / "guides" / "privacy.md"):
         assert all(gain in page.read_text() for gain in gains), page
+
+
+def test_the_gains_in_federated_averaging_are_the_recorded_ones() -> None:
+    gains = []
+    for part in (RESULTS / "federated.md").read_text().split("Paired differences")[1:]:
+        head = re.search(r"^\| top-1 minus that of (.*)$", part, re.M)
+        row = re.search(r"^\| .*\(frozen-norms\) (.*)$", part, re.M)
+        assert head
+        assert row
+        arms = [cell.strip() for cell in head[1].split("|")]
+        differences = [cell.strip() for cell in row[1].split("|")]
+        gains.append(differences[arms.index("probe")].removeprefix("+").partition(" /")[0])
+    assert len(gains) == 2
+    docs = ROOT / "docs"
+    for page in (docs / "evidence.md", docs / "guides" / "federated.md"):
+        assert all(gain in page.read_text() for gain in gains), page
+    readme = PAGES[0].read_text()
+    assert all(gain.partition(" ")[0] in readme for gain in gains)
 
 
 @pytest.mark.parametrize(
