@@ -130,7 +130,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number in filled:
-        table.add_column(columns[number])
+        table.add_column(columns[number], overflow="fold")
     table.columns[0].justify = "right"
     for row in rows[:_ROWS]:
         table.add_row(*(printable(in_flags(row[number])) for number in filled))
