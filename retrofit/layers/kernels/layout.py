@@ -68,15 +68,17 @@ def layout_of(
     order = _memory_order(size, stride)
     dimensions = [_Dimension(size[d], d in dim, affine is None or affine[d] == 1) for d in order]
     merged = _merged(dimensions)
+    dims = tuple(d for d, each in enumerate(merged) if each.in_set)
     # every set is a single value
-    if dim and not any(each.in_set for each in merged):
+    if dim and not dims:
+        dims = (len(merged),)
         merged.append(_Dimension(1, in_set=True, fixed=True))
     return Layout(
         order=order,
-        kept=tuple(1 if each.in_set else each.size for each in dimensions),
+        kept=tuple(each.of_sets for each in dimensions),
         shape=tuple(each.size for each in merged),
-        affine=tuple(1 if each.fixed else each.size for each in merged),
-        dims=tuple(d for d, each in enumerate(merged) if each.in_set),
+        affine=tuple(each.of_parameters for each in merged),
+        dims=dims,
     )
 
 
@@ -86,6 +88,16 @@ class _Dimension(NamedTuple):
     in_set: bool
     # whether no parameter changes along it
     fixed: bool
+
+    @property
+    def of_sets(self) -> int:
+        """How many sets lie along it."""
+        return 1 if self.in_set else self.size
+
+    @property
+    def of_parameters(self) -> int:
+        """How many parameters lie along it."""
+        return 1 if self.fixed else self.size
 
 
 def _merged(dimensions: list[_Dimension]) -> list[_Dimension]:
