@@ -69,18 +69,18 @@ def update_bn(
     with left_as_it_was(model, unwritten=model.parameters()), modes_kept(model):
         swa_utils.update_bn(loader, model, device)
         reached = [layer for layer in layers if layer.num_batches_tracked > 0]
-        estimates = [
-            [buffer.clone() for buffer in layer.buffers(recurse=False)] for layer in reached
-        ]
+        estimates = [buffer.clone() for buffer in _buffers_of(reached)]
     if not reached:
         raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
-    finite = [value.isfinite().all() for values in estimates for value in values]
-    if not all(finite):
+    if not all(value.isfinite().all() for value in estimates):
         raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
-    for layer, values in zip(reached, estimates, strict=True):
-        for buffer, value in zip(layer.buffers(recurse=False), values, strict=True):
-            buffer.copy_(value)
+    for buffer, value in zip(_buffers_of(reached), estimates, strict=True):
+        buffer.copy_(value)
     return len(reached)
+
+
+def _buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
+    return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
 
 def estimated_layers(model: nn.Module) -> list[Any]:

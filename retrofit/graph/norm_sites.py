@@ -177,7 +177,9 @@ class _Search(Flows):
         ends = []
         if not has_unknown_activation:
             ends = self._ends(place, activation)
+        last_before_pool = any(flow.reaches_final_pool(node) for flow, node in ends)
         calls = self.norms[place]
+        in_squeeze_excite = any(flow.in_squeeze_excite(node) for flow, node in calls)
         places = [each for each in self.norms if each.target is norm]
         return Site(
             norm=self.names[norm],
@@ -186,8 +188,8 @@ class _Search(Flows):
             call_count=len(places),
             activation=activation,
             reason=reason,
-            last_before_pool=any(flow.reaches_final_pool(node) for flow, node in ends),
-            in_squeeze_excite=any(flow.in_squeeze_excite(node) for flow, node in calls),
+            last_before_pool=last_before_pool,
+            in_squeeze_excite=in_squeeze_excite,
         )
 
     def _activation_of(self, place: Place) -> Activation:
@@ -248,12 +250,12 @@ class _Search(Flows):
         with suppress(Exception):
             (call,) = calls
             expression = callee(code, call.at)
-            is_the_norm = all(
-                eval(expression, *flow.variables[node]) is _norm_called_in(code, flow, node)
-                for flow, node in self.acts[act_place]
-            )
-            if is_the_norm:
-                return expression, names[call.target]
+            for flow, node in self.acts[act_place]:
+                named = eval(expression, *flow.variables[node])
+                called = _norm_called_in(code, flow, node)
+                if named is not called:
+                    raise LookupError
+            return expression, names[call.target]
         raise _NotActivatedError("the call of its activation follows other layers too")
 
     def _name(self, place: Place) -> str:

@@ -340,10 +340,8 @@ class Tracer(fx.Tracer):
         names = _required(parameters)
         if not names and parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
             names = [parameters[0].name]
-        return root_fn, [
-            self.root,
-            *(self.create_proxy("placeholder", name, (), {}) for name in names),
-        ]
+        values = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        return root_fn, [self.root, *values]
 
 
 def _required(parameters: Iterable[inspect.Parameter]) -> list[str]:
