@@ -203,6 +203,15 @@ class Indexed(Block):  # a loop that finds its norms by number; the last step ha
         return x
 
 
+class Rebinds(Indexed):  # the number of the norm is another one at the activation
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(len(self.norms)):
+            x = self.norms[index](x)
+            index = 1 - index  # noqa: PLW2901  on purpose
+            x = F.relu(x)
+        return x
+
+
 class Sequences(nn.Module):  # one activation at several entries of two sequences
     def __init__(self) -> None:
         super().__init__()

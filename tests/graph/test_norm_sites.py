@@ -217,6 +217,13 @@ def test_one_block_called_after_different_norms() -> None:
     assert [left.name for left in found.unmatched] == ["1.0"]
 
 
+def test_a_norm_that_is_named_otherwise_at_the_activation() -> None:
+    found = find_sites(blocks.Rebinds(), is_bn)
+    assert {site.reason for site in found.sites} == {
+        "the call of its activation follows other layers too"
+    }
+
+
 def test_a_block_called_twice_is_one_site() -> None:
     block = blocks.Functional()
     found = find_sites(nn.Sequential(block, block), is_bn).sites
