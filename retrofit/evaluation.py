@@ -275,12 +275,6 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
             prepared.
     """
     known = metadata(path)
-    if "retrofit" in known and "mean" not in known:
-        raise RetrofitError(
-            f"{path} does not say how its images are prepared, which its network did not know; "
-            "write the network by retrofit.save, which takes the preprocessing, then run "
-            "`retrofit export` on that artifact"
-        )
     labels = known.get("labels")
     strength = known.get("strength")
     try:
@@ -291,8 +285,10 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
         if strength is not None:
             strength = float(strength)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        problem = f"{path} lacks the metadata that `retrofit export` writes ({with_class(error)})"
-        raise RetrofitError(f"{problem}; export it again") from error
+        raise RetrofitError(
+            f"{path} lacks what `retrofit export` writes of a network whose preprocessing is known "
+            f"({with_class(error)}); give `retrofit.save` the preprocessing, and export its file"
+        ) from error
     facts: dict[str, Any] = {
         key: known.get(key) and printable(known[key], 200) for key in ("model", "target", "fold")
     }

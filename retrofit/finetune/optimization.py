@@ -46,14 +46,7 @@ def parameter_groups(
     decayed = _proxies(model)
     if decay_norms:
         decayed = list(model.parameters())
-    return _with_decay(groups, decayed, weight_decay)
-
-
-def _with_decay(
-    groups: list[dict[str, Any]], decayed: list[nn.Parameter], weight_decay: float
-) -> list[dict[str, Any]]:
-    """Split groups so that some parameters are decayed, and the others as timm has them."""
-    decayed_ids = {id(parameter) for parameter in decayed}
+    decayed_ids = set(map(id, decayed))
     split: list[dict[str, Any]] = []
     for group in groups:
         timms = [p for p in group["params"] if id(p) not in decayed_ids]

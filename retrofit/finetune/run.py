@@ -21,7 +21,6 @@ from retrofit.finetune.prepared_run import PreparedRun
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_position import Position
 from retrofit.finetune.run_report import RunCallback, Step
-from retrofit.finetune.step_gate import Verdict
 from retrofit.finetune.validation import validate
 from retrofit.networks import artifact
 from retrofit.networks.open_model import Network
@@ -254,21 +253,18 @@ class Run(PreparedRun):
     def _judge_steps(self, every: bool) -> None:
         """Report the steps that are due, or every one; end the run after one that is not finite."""
         for verdict in self.gate.verdicts(all_of_them=every):
-            self._judge(verdict)
+            step, images = verdict.step
+            if verdict.fault is not None:
+                raise self._diverged(verdict.description, step.step, verdict.images, verdict.fault)
+            self.position.loss_sum = verdict.loss_sum
+            step = replace(step, loss=verdict.loss_sum / images)
+            self.callback.step(step)
+            figures = {"train_loss": step.loss, "lr": step.lr, "strength": step.strength or 0.0}
+            self.accelerator.log(figures, step=step.step)
         if every:
             name = not_finite(self.model)
             if name is not None:
                 raise self._diverged(name, self.position.step, self.last_images)
-
-    def _judge(self, verdict: Verdict) -> None:
-        step, images = verdict.step
-        if verdict.fault is not None:
-            raise self._diverged(verdict.description, step.step, verdict.images, verdict.fault)
-        self.position.loss_sum = verdict.loss_sum
-        step = replace(step, loss=verdict.loss_sum / images)
-        self.callback.step(step)
-        figures = {"train_loss": step.loss, "lr": step.lr, "strength": step.strength or 0.0}
-        self.accelerator.log(figures, step=step.step)
 
     def _diverged(
         self, description: str, step: int, images: Tensor, fault: Fault = "state"

@@ -61,7 +61,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         )
     names = None
     if recipe.labelled:
-        train, names = _in_output_order(recipe, train, labels)
+        train = _in_output_order(recipe, train, labels)
+        names = train.names
     notes = train.notes
     val_split = _val_split(recipe)
     if val_split != recipe.val_split:
@@ -75,19 +76,17 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     return Images(train, val, names, notes)
 
 
-def _in_output_order(
-    recipe: Recipe, train: ImageData, labels: Sequence[str] | None
-) -> tuple[ImageData, tuple[str, ...] | None]:
-    """Return the training images and the names of their classes. Where the network keeps its
-    classifier, the classes come in the order of its outputs.
+def _in_output_order(recipe: Recipe, train: ImageData, labels: Sequence[str] | None) -> ImageData:
+    """Return the training images, with their classes in the order of the network's outputs where it
+    keeps its classifier.
     """
     if train.classes == 1:
         raise RetrofitError(
             f"the data has a single class; give a folder per class, or {UNLABELLED}"
         )
     if train.matched == "order" and _keeps_classifier(recipe, train, labels):
-        train = train.mapped(labels=labels)
-    return train, train.names
+        return train.mapped(labels=labels)
+    return train
 
 
 def _open_split(

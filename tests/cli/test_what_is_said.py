@@ -322,23 +322,22 @@ def test_a_file_of_a_network_without_preprocessing_says_what_helps(run: Run) -> 
     )
     result = run("evaluate", "a.onnx", *DATA, "-j", "0")
     assert result.exit_code == 1
-    assert re.search("which its network did not know; write .* by retrofit.save", complaint(result))
+    assert re.search(
+        "whose preprocessing is known .*; give .*retrofit.save. the preprocessing",
+        complaint(result),
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("crop_mode", None, "a.onnx lacks the metadata that .*'crop_mode'"),
+        ("crop_mode", None, "a.onnx lacks what .*'crop_mode'"),
         (
             "model",
             "net",
             "ONNX Runtime cannot run a.onnx .*; export it again",
         ),  # nothing is changed
-        *(
-            (name, value, "a.onnx lacks the metadata that")
-            for name in WRONG
-            for value in WRONG[name]
-        ),
+        *((name, value, "a.onnx lacks what") for name in WRONG for value in WRONG[name]),
     ],
     ids=lambda value: str(value)[:40],
 )
