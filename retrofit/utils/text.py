@@ -39,7 +39,11 @@ def shown(value: object, limit: int = 64) -> str:
     """Return a value as Python writes it, shortened, however large it is."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = limit
-    return printable(brief.repr(value), limit)
+    try:
+        return printable(brief.repr(value), limit)
+    # Python refuses to print a number of thousands of digits, which a recipe may hold.
+    except ValueError:
+        return f"a very large {type(value).__name__}"
 
 
 def one_line(error: BaseException, limit: int = 240) -> str:
