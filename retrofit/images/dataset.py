@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.class_maps import FileName, read_class_map
-from retrofit.images.image_files import ADVICE, ImageFiles
+from retrofit.images.image_files import ADVICE, ImageFiles, folders_of_folders, has_folder
 from retrofit.record import Preprocess
 from retrofit.utils.text import one_line, plural, shortlist, shown
 
@@ -190,19 +190,21 @@ class ImageData:
         return replace(self, outputs=max(targets) + 1, matched=matched, names=tuple(labels))
 
 
-def _split_folder(data_dir: FileName, split: str) -> Path | None:
-    """Return the sub-folder of a split, or the folder itself for "."; None if there is none."""
+def _split_folder(data_dir: FileName, split: str) -> str | None:
+    """Return the name of a split's folder in a folder or tar, "." for all of it; None if there is
+    none.
+    """
     if split == ".":
-        return Path(data_dir)
+        return split
+    root = Path(data_dir)
     synonyms = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
-    folders = [Path(data_dir) / name for name in (split, *synonyms)]
-    return next((folder for folder in folders if folder.is_dir()), None)
+    return next((name for name in (split, *synonyms) if has_folder(root, name)), None)
 
 
 def has_split(data_dir: FileName | None, dataset: str, split: str) -> bool:
     """Whether the data has a split of that name; "." is all of a folder or tar.
 
-    A folder's splits are sub-folders; a tar has none. The digits and torchvision's datasets have
+    The splits of a folder or tar are folders in it. The digits and torchvision's datasets have
     splits of the usual names. Other datasets check the name when they are opened.
     """
     if not dataset and data_dir is not None:
@@ -247,14 +249,12 @@ def split_of(
 
 
 def splits_in(data_dir: FileName | None) -> list[str]:
-    """Return the sub-folders of a folder that hold folders and have the usual name of a split."""
+    """Return the folders in a folder or tar that hold folders and have the usual name of a
+    split.
+    """
     if data_dir is None:
         return []
-    return sorted(
-        folder.name
-        for folder in Path(data_dir).glob("*/")
-        if folder.name.lower() in _SPLITS and any(folder.glob("*/"))
-    )
+    return folders_of_folders(Path(data_dir), _SPLITS)
 
 
 def open_images(
@@ -271,8 +271,8 @@ def open_images(
     Args:
         data_dir: A folder or .tar, or the folder of a named dataset.
         dataset: A dataset that timm names ("torch/cifar10", ...), or "digits".
-        split: Name of a split: a sub-folder of a folder, or "." for all of it. A folder without
-            splits needs none.
+        split: Name of a split: a folder in the folder or tar, or "." for all of it. A folder or tar
+            without splits needs none.
         class_map: A file with one class name a line, in the order of the model's outputs.
         labels: The model's own class names, which stand in for a class map if every class of the
             data is among them.
@@ -318,7 +318,7 @@ def _check_origin(data_dir: FileName | None, dataset: str) -> None:
 
 
 def _of_files(data_dir: FileName, split: str, mode: str) -> ImageData:
-    files = ImageFiles(_split_folder(data_dir, split) or Path(data_dir))
+    files = ImageFiles(Path(data_dir), _split_folder(data_dir, split) or ".")
     notes: tuple[str, ...] = ()
     if files.empty:
         notes = (f"no image in {shortlist(files.empty)}: no class of its own",)
@@ -407,7 +407,7 @@ def sample_batches(
 ) -> list[Tensor]:
     """Read images spread evenly over a folder or tar, as batches (N, C, H, W) that a model takes.
 
-    A folder's validation split is read if it has one; classes do not matter.
+    The validation split is read if there is one; classes do not matter.
 
     Args:
         data_dir: The folder or tar.

@@ -3,7 +3,8 @@
 import io
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -42,19 +43,22 @@ class ImageFiles:
 
     Args:
         root: The folder or tar.
+        folder: The folder in it whose images are meant, "." for all.
 
     Raises:
         RetrofitError: If a folder or the tar cannot be read, two paths lead to one folder, so that
             its images would count twice, or there is no image.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = str(root)
+    def __init__(self, root: Path, folder: str = ".") -> None:
         self._packed = not root.is_dir()
+        if not self._packed:
+            root = root / folder
+        self.root = str(root)
         # Folders without an image, which are no classes.
         self.empty: list[str] = []
         if self._packed:
-            extents = dict(_in_tar(root))
+            extents = _below(_in_tar(root), folder)
         else:
             names, self.empty = _in_folder(root)
             extents = dict.fromkeys(names, _WHOLE)
@@ -90,6 +94,42 @@ class ImageFiles:
     def filename(self, index: int) -> str:
         """Return an image's path inside the folder or tar."""
         return self._names[index]
+
+
+def has_folder(root: Path, name: str) -> bool:
+    """Whether a folder or tar has a folder of a name; in a tar, one that holds folders.
+
+    Raises:
+        RetrofitError: If the tar cannot be read.
+    """
+    if root.is_dir():
+        return (root / name).is_dir()
+    return any(Path(image).parent != Path(name) for image in _below(_in_tar(root), name))
+
+
+def folders_of_folders(root: Path, names: Collection[str]) -> list[str]:
+    """Return the folders in a folder or tar that hold folders and have one of some names, in any
+    case; they may lie in a folder of another name.
+
+    Raises:
+        RetrofitError: If the tar cannot be read.
+    """
+    if root.is_dir():
+        tops = list(root.glob("*/"))
+        folders = [*tops, *(top / name for top in tops for name in names)]
+        holding = [folder.relative_to(root) for folder in folders if any(folder.glob("*/"))]
+    else:
+        # The last of a path's parents is the tar, the first the folder of its class.
+        holding = [folder for name in _in_tar(root) for folder in list(Path(name).parents)[1:-1]]
+    return sorted({str(folder) for folder in holding if folder.name.lower() in names})
+
+
+def _below(extents: dict[str, Extent], folder: str) -> dict[str, Extent]:
+    """Return the images that lie in a folder of a tar, "." for all."""
+    if folder == ".":
+        return extents
+    above = Path(folder)
+    return {name: extent for name, extent in extents.items() if above in Path(name).parents}
 
 
 def _in_folder(root: Path) -> tuple[list[str], list[str]]:
@@ -132,8 +172,20 @@ def _refuse_unreadable(error: OSError) -> None:
     ) from error
 
 
-def _in_tar(path: Path) -> Iterator[tuple[str, Extent]]:
-    """Yield the paths and extents of the images in a tar; a tar inside it counts as a folder."""
+def _in_tar(path: Path) -> dict[str, Extent]:
+    """Return the paths and extents of the images in a tar; a tar inside it counts as a folder."""
+    size = -1
+    changed = -1
+    if path.is_file():
+        status = path.stat()
+        size = status.st_size
+        changed = status.st_mtime_ns
+    return _read_tar(path, size, changed)
+
+
+@lru_cache(maxsize=2)
+def _read_tar(path: Path, size: int, changed: int) -> dict[str, Extent]:
+    """Read a tar's headers, once for a size and a time of change: a large one takes minutes."""
     if not path.name.lower().endswith(_TARS):
         raise RetrofitError(
             f"no images found in {path}, which is neither a folder nor a .tar; {ADVICE}"
@@ -145,7 +197,7 @@ def _in_tar(path: Path) -> Iterator[tuple[str, Extent]]:
             )
         file.seek(0)
         try:
-            yield from _members(file, "", 0)
+            return dict(_members(file, "", 0))
         # On damaged headers, tarfile raises ValueError, OverflowError and more beside its own; on
         # endless nesting, RecursionError.
         except Exception as error:

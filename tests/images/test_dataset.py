@@ -22,7 +22,7 @@ from retrofit.images import dataset as module
 from retrofit.images.dataset import has_split, open_images, sample_batches
 from retrofit.images.image_files import ImageFiles
 from tests.networks.conftest import refused
-from tests.pictures import PLAIN, Colours, write_folder, write_tar
+from tests.pictures import COLOURS, PLAIN, Colours, write_folder, write_tar
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_labels_that_classes_taken_by_order_contradict(
         (("Train", "Val"), "validation", "no split 'validation', but Train, Val;"),
         (("train", "val"), "trian", "the data has no split 'trian', but train, val; give `split`"),
         (("",), "train", "the data has no split 'train'"),
-        *((".tar", split, 3) for split in ("validation", ".")),  # it is one part
+        *((".tar", split, 3) for split in ("validation", ".")),  # it has no parts
         (".tar", "tset", "has no split 'tset'; give `split"),
         *(("digits", "training", 1437), ("digits", "val", 360)),
         ("digits", ".", "has no split '.'; give `split"),
@@ -134,6 +134,52 @@ def test_parts(
     with nullcontext() if isinstance(outcome, int) else pytest.raises(UsageError, match=outcome):
         data = open_images(None if dataset == "digits" else place, dataset=dataset, split=split)
         assert len(data.images) == outcome
+
+
+@pytest.mark.parametrize(
+    ("split", "outcome"),
+    [
+        *(("train", 12), ("training", 12), ("val", 3), ("validation", 3), (".", 15)),
+        ("test", "no split 'test', but train, val; give `split`"),
+    ],
+)
+def test_parts_of_a_tar(tmp_path: Path, split: str, outcome: int | str) -> None:
+    write_folder(tmp_path / "data" / "train", each=4)
+    write_folder(tmp_path / "data" / "val", each=1)
+    tar = write_tar(tmp_path / "data", tmp_path / "data.tar")
+    with nullcontext() if isinstance(outcome, int) else pytest.raises(UsageError, match=outcome):
+        data = open_images(tar, split=split)
+        assert len(data.images) == outcome
+        assert data.names == tuple(COLOURS)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_in_a_folder_of_their_own_are_not_read_as_one(tmp_path: Path, packed: bool) -> None:
+    for part in ("train", "val"):
+        write_folder(tmp_path / "data" / "pets" / part, each=1)
+    place = tmp_path / "data"
+    if packed:
+        place = write_tar(place, tmp_path / "data.tar")
+    with pytest.raises(UsageError, match="no split 'validation', but pets/train, pets/val; give"):
+        open_images(place)
+    assert len(open_images(place, split="pets/val").images) == 3
+    assert len(open_images(place, split=".").images) == 6
+
+
+def test_a_class_called_as_a_part_is_none(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", each=1)
+    (tmp_path / "data" / "ant").rename(tmp_path / "data" / "train")
+    tar = write_tar(tmp_path / "data", tmp_path / "data.tar")
+    assert open_images(tar).names == ("bee", "cat", "train")
+
+
+def test_a_tar_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
+    write_folder(tmp_path / "data", each=1)
+    tar = write_tar(tmp_path / "data", tmp_path / "data.tar")
+    assert len(open_images(tar).images) == 3
+    write_folder(tmp_path / "data" / "val", each=2)
+    write_tar(tmp_path / "data", tar)
+    assert len(open_images(tar).images) == 6
 
 
 def test_some_datasets_check_the_names_of_their_parts_themselves() -> None:
