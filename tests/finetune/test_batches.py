@@ -84,10 +84,15 @@ def test_two_processes_augment_as_one_does(pictures: Path) -> None:
     assert torch.equal(whole, torch.stack(halves, dim=1).flatten(0, 1))
 
 
-@pytest.mark.parametrize("channels", [3, 1])
-def test_images_are_normalized_as_timm_does(pictures: Path, channels: int) -> None:
-    """Without augmentation, a batch holds what timm's transform gives image by image."""
+@pytest.mark.parametrize(("channels", "channels_last"), [(3, False), (3, True), (1, False)])
+def test_images_are_normalized_as_timm_does(
+    pictures: Path, channels: int, channels_last: bool
+) -> None:
+    """Without augmentation, a batch holds what timm's transform gives image by image; for a
+    channels-last network, in its format.
+    """
     recipe = Recipe(data_dir=str(pictures), batch_size=4, workers=0, no_aug=True, val_split=0.0)
+    recipe = recipe.model_copy(update={"channels_last": channels_last})
     preprocess = Preprocess(
         (channels, 16, 16), PREPROCESS.mean[:channels], PREPROCESS.std[:channels]
     )
@@ -95,6 +100,7 @@ def test_images_are_normalized_as_timm_does(pictures: Path, channels: int) -> No
     made = Batches(images, recipe, preprocess, rank=0, world=1)
     (pixels, targets) = next(made.epoch(0))
     assert pixels.dtype == torch.float32
+    assert not channels_last or pixels.is_contiguous(memory_format=torch.channels_last)
     numbers = [number for _, number in next(iter(made._batches))]
     images.transform = create_transform(
         preprocess.input_size,
