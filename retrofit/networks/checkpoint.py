@@ -3,7 +3,7 @@
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,14 +157,21 @@ def _choose(sets: Mapping[str, Tensors], key: str | None, path: str | Path) -> t
     if key is None and usual:
         return usual[0], ""
     key = (key or "").strip(".")
-    places = [(key, "")]
-    # The key may begin with the nest: "state_dict.teacher".
-    places += [(nest, f"{key}.".removeprefix(f"{nest}.")) for nest in (*usual, *sets)]
-    for nest, prefix in places:
+    for nest, prefix in _places(key, (*usual, *sets)):
         if any(name.startswith(prefix) for name in sets.get(nest, ())):
             return nest, prefix
-    nests = shortlist([repr(nest) for nest in sets], most=6)
+    nests = shortlist([*map(repr, sets)], most=6)
     raise RetrofitError(
         f"{path} holds several sets of weights, or none of that name ({nests}); give "
         "`checkpoint_key` one of these, or how the names of the weights begin"
     )
+
+
+def _places(key: str, nests: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the places that a key may mean: a nest, and what the names in it begin with."""
+    places = [(key, "")]
+    for nest in nests:
+        # The key may begin with the nest: "state_dict.teacher".
+        prefix = f"{key}.".removeprefix(f"{nest}.")
+        places.append((nest, prefix))
+    return places

@@ -118,28 +118,40 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     prefix = _prefix(ours, state)
     beside = weights_beside(prefix, state)
     state = _translated(model, under_prefix(prefix, state))
-    unfit = [name for name in ours if name in state and not _alike(ours[name], state[name], name)]
+    unfit = _unlike(ours, state)
     fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
     left_random, unexpected = _load(model, fitting)
     unexpected += beside
     left_out = unexpected + unfit
     total = len(weight_names(ours))
     is_whole = not left_random and not left_out
-    if not is_whole and (not partial or len(left_random) == total):
+    fills_none = len(left_random) == total
+    if not is_whole and (not partial or fills_none):
         missing = [name for name in left_random if name not in unfit]
         problem = list_misfit(ours, state, missing, unexpected, unfit)
-        advice = (
-            "check which network it is of, its `num_classes` and `in_chans`, or pass "
-            "`checkpoint_partial=True` to take what fits"
-        )
-        if left_random and _order_problem(ours, state) is None:
-            advice = "all tensors pair up in order and shape: pass `match='order'`"
+        advice = _advice_on_misfit(ours, state, left_random)
         raise _misfit_error(model, f"{problem}; {advice}")
     warnings = [
         *_partly(left_random, f"of the network's {total} tensors are left RANDOM"),
         *_partly(left_out, "tensors of the checkpoint are left out"),
     ]
     return Loaded(left_out, left_random, warnings)
+
+
+def _unlike(ours: Tensors, state: Tensors) -> Names:
+    """Return the names that both have, with tensors that do not fit."""
+    common = [name for name in ours if name in state]
+    return [name for name in common if not _alike(ours[name], state[name], name)]
+
+
+def _advice_on_misfit(ours: Tensors, state: Tensors, left_random: Names) -> str:
+    """Say what to do about a checkpoint whose tensors do not fit by name."""
+    if left_random and _order_problem(ours, state) is None:
+        return "all tensors pair up in order and shape: pass `match='order'`"
+    return (
+        "check which network it is of, its `num_classes` and `in_chans`, or pass "
+        "`checkpoint_partial=True` to take what fits"
+    )
 
 
 def _partly(names: Names, description: str) -> list[str]:
@@ -173,17 +185,20 @@ def _prefix(ours: Tensors, state: Tensors) -> str:
     """
     weights = set(weight_names(ours))
     counts = _count_prefixes(weights, state)
-    most = max([len(weights) / 2, *counts.values()])
+    half = len(weights) / 2
+    most = max([half, *counts.values()])
     fitting = [prefix for prefix, count in counts.items() if count == most]
     if not fitting or "" in fitting:
         return ""
+    first = fitting[0]
     if len(fitting) > 1:
-        key = printable(fitting[0].strip("."), 64)
+        places = shortlist(fitting)
+        key = printable(first.strip("."), 64)
         raise RetrofitError(
-            f"the checkpoint holds several sets of weights, under {shortlist(fitting)}; choose "
+            f"the checkpoint holds several sets of weights, under {places}; choose "
             f"with `checkpoint_key={key!r}`"
         )
-    return fitting[0]
+    return first
 
 
 def _count_prefixes(weights: set[str], names: Iterable[str]) -> Counter[str]:

@@ -148,9 +148,7 @@ def open_model(
         raise UsageError(
             f"`network` builds what an artifact of your own network holds; {text} is none, drop it"
         )
-    passed = _passed(choices)
-    if passed and checkpoint is None:
-        raise UsageError(f"{passed} says what to take of a checkpoint; give `checkpoint=FILE` too")
+    _check_choices(checkpoint, choices)
     _check_weights_arguments(pretrained, checkpoint, model_kwargs)
     source = with_options(parse(text), **sizes)
     if pretrained and source.library == "own":
@@ -159,9 +157,7 @@ def open_model(
             "`checkpoint`"
         )
     # Before any time is spent on building.
-    read = None
-    if checkpoint is not None:
-        read = _read(checkpoint, checkpoint_key)
+    read = _read(checkpoint, checkpoint_key)
 
     model = build(source, pretrained)
     source = record_of(model).source or source
@@ -191,6 +187,13 @@ def _passed(arguments: Mapping[str, Any]) -> str:
     )
 
 
+def _check_choices(checkpoint: str | Path | None, choices: Mapping[str, Any]) -> None:
+    """Refuse choices of what to take of a checkpoint where there is none."""
+    passed = _passed(choices)
+    if passed and checkpoint is None:
+        raise UsageError(f"{passed} says what to take of a checkpoint; give `checkpoint=FILE` too")
+
+
 def _check_weights_arguments(
     pretrained: bool, checkpoint: str | Path | None, model_kwargs: Mapping[str, Any] | None
 ) -> None:
@@ -206,7 +209,9 @@ def _check_weights_arguments(
         )
 
 
-def _read(checkpoint: str | Path, key: str | None) -> Checkpoint:
+def _read(checkpoint: str | Path | None, key: str | None) -> Checkpoint | None:
+    if checkpoint is None:
+        return None
     if is_artifact(checkpoint):
         raise RetrofitError(
             f"{checkpoint} is a retrofit artifact, a whole network; pass it as MODEL"
