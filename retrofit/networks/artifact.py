@@ -226,7 +226,8 @@ def _labels_of(
     model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs
 ) -> list[str] | None:
     """Return the names of a network's outputs, `labels` or those recorded, if they fit."""
-    names = list(labels or record_of(model).labels or [])
+    known = labels or record_of(model).labels or []
+    names = list(known)
     classes = outputs.classes or getattr(model, "num_classes", None)
     if classes in (None, 0, len(names)):
         return names or None
@@ -345,7 +346,10 @@ def _restored(
     Raises:
         RetrofitError: If the tensors do not fit it, or its outputs are not those that it had.
     """
-    options = [[row.options for row in (*plan.layers, *plan.edits)] for plan in plans]
+    options = []
+    for plan in plans:
+        rows = (*plan.layers, *plan.edits)
+        options.append([row.options for row in rows])
     check_numbers([manifest.source.kwargs, options], tensors)
     with bounded_by(tensors):
         if into is None:

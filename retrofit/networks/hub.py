@@ -137,7 +137,9 @@ def _model_card(
     manifest: Mapping[str, Any], license: str | None, details: Mapping[str, str]
 ) -> str:
     """Return the card of an artifact, from what `read_manifest` returns."""
-    tags = filter(None, [LIBRARY, manifest["conversion"]["to"], manifest["model"]["library"]])
+    target = manifest["conversion"]["to"]
+    builder = manifest["model"]["library"]
+    tags = filter(None, [LIBRARY, target, builder])
     environment = Environment(
         loader=PackageLoader("retrofit", "networks"),
         # The newline behind `%}` is dropped: a line that ends in a tag needs an empty one after it.

@@ -59,7 +59,8 @@ def identify(model: nn.Module, source: ModelSource | None = None) -> tuple[Model
         candidates = iter([known])
     misses: list[_Attempt] = []
     for candidate in candidates:
-        if candidate.library == "own" and candidate.name not in own_networks.named_builders:
+        is_own = candidate.library == "own"
+        if is_own and candidate.name not in own_networks.named_builders:
             return candidate, model
         for attempt in _attempts(model, candidate):
             if attempt.built is not None:
@@ -170,17 +171,21 @@ def _module_difference(model: nn.Module, built: nn.Module, source: ModelSource) 
     """
     ours = dict(model.named_modules())
     theirs = dict(built.named_modules())
-    for name in dict.fromkeys((*ours, *theirs)):
-        our_facts = _facts(ours.get(name))
-        their_facts = _facts(theirs.get(name))
+    names = dict.fromkeys((*ours, *theirs))
+    for name in names:
+        our_module = ours.get(name)
+        our_facts = _facts(our_module)
+        their_module = theirs.get(name)
+        their_facts = _facts(their_module)
         for key, our_value in our_facts.items():
             their_value = their_facts.get(key, our_value)
-            if our_value != their_value:
-                label = printable(name, 64) or "the network"
-                return (
-                    f"{printable(key, 64)} of {label} is {printable(our_value, 80)} here, "
-                    f"{printable(their_value, 80)} in {source}"
-                )
+            if our_value == their_value:
+                continue
+            label = printable(name, 64) or "the network"
+            return (
+                f"{printable(key, 64)} of {label} is {printable(our_value, 80)} here, "
+                f"{printable(their_value, 80)} in {source}"
+            )
     return ""
 
 

@@ -223,7 +223,8 @@ def _sampled_layers(model: nn.Module, layers: Collection[str] | None) -> list[st
     ]
     if layers is not None:
         return [name for name in names if name in layers]
-    step = max(1, math.ceil(len(names) / _LAYERS))
+    names_per_layer = math.ceil(len(names) / _LAYERS)
+    step = max(1, names_per_layer)
     return names[::step]
 
 
