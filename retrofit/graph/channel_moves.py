@@ -29,9 +29,11 @@ def moved_channels(node: fx.Node, dim: int) -> int | None:
         return _transposed(args, dim)
     if name == "permute":
         return _permuted(args, dim)
+    if name not in RESHAPINGS or dim != 1 or not args:
+        return None
     # The channels stay in dimension 1 if only dimensions behind them change.
-    behind = dim == 1 and bool(args) and isinstance(args[0], int) and args[0] > 1
-    if name in RESHAPINGS and behind:
+    first = args[0]
+    if isinstance(first, int) and first > 1:
         return dim
     return None
 
@@ -45,7 +47,8 @@ def _transposed(dims: tuple[Any, ...], dim: int) -> int | None:
     if dim == second:
         return int(first)
     # The rank is unknown: 3 and -1 may be one dimension. Counted from the same end, they differ.
-    signs = {each < 0 for each in (first, second, dim)}
+    compared = (first, second, dim)
+    signs = {each < 0 for each in compared}
     if len(signs) == 1:
         return dim
     return None

@@ -220,9 +220,10 @@ class _Search(Flows):
             raise _NotActivatedError("followed by different layers on different calls")
         act_place, channel_dim = answers.pop()
         selector = None
-        if any(_norm_place_before(*call) != norm_place for call in self.acts[act_place]):
+        calls = self.acts[act_place]
+        if any(_norm_place_before(*call) != norm_place for call in calls):
             selector = self._selector(norm_place, act_place)
-        flow, node = self.acts[act_place][0]
+        flow, node = calls[0]
         is_child = selector is None and self._is_own(act_place.target)
         return Activation(
             "module" if is_child else "call",
@@ -279,6 +280,10 @@ class _Search(Flows):
         """The activations that no site claims: on traces, inside norms that were not asked for, and
         never seen.
         """
+        yield from self._unmatched_calls(sites)
+        yield from self._unmatched_modules()
+
+    def _unmatched_calls(self, sites: dict[Place, Site]) -> Iterator[UnmatchedActivation]:
         activations = [site.activation for site in sites.values()]
         claimed = {activation.place for activation in activations if activation is not None}
         for place, calls in self.acts.items():
@@ -286,6 +291,8 @@ class _Search(Flows):
                 flow, node = calls[0]
                 reason = self._why_unmatched(flow, node, sites)
                 yield _unmatched(self._name(place), flow.activation(node), reason)
+
+    def _unmatched_modules(self) -> Iterator[UnmatchedActivation]:
         for module, name in self.names.items():
             fused = _fused_activation(module)
             is_other_norm = recognition.is_norm(module) and not self.is_norm(module)
@@ -326,13 +333,15 @@ class _Search(Flows):
             return "inside a squeeze-excite"
         if producer is None:
             return "no norm before it"
-        if norm_place is not None and norm_place not in sites:
+        if norm_place is None:
+            before = f"no norm before it: fed by {flow.describe(producer)}"
+            step = flow.steps[producer]
+            return _WHY_AFTER.get(step, before)
+        site = sites.get(norm_place)
+        if site is None:
             return f"its norm, {flow.describe(producer)}, is not one of those asked for"
-        if norm_place is not None:
-            site = sites[norm_place]
-            return f"not directly after {site.norm}: {site.reason or 'it has its own activation'}"
-        before = f"no norm before it: fed by {flow.describe(producer)}"
-        return _WHY_AFTER.get(flow.steps[producer], before)
+        why = site.reason or "it has its own activation"
+        return f"not directly after {site.norm}: {why}"
 
     def why_unseen(self, module: nn.Module) -> str:
         """Why no trace shows a module."""
@@ -341,12 +350,13 @@ class _Search(Flows):
             return "it is the whole model"
         modules = {name: module for module, name in self.names.items()}
         while name:
-            name, _, _ = name.rpartition(".")
+            name = name.rpartition(".")[0]
             holder = modules[name]
             label = self.label(holder)
             if holder not in self.traceable:
                 return f"{label} holds none of the norms asked for"
-            if holder in self.failures and recognition.has_forward(holder):
+            is_untraced = holder in self.failures and recognition.has_forward(holder)
+            if is_untraced:
                 return f"{label} cannot be traced: {self.failures[holder]}"
             if recognition.is_leaf(holder):
                 return f"{label} is one step to the trace, with all that it holds"

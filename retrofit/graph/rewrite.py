@@ -125,11 +125,14 @@ def _edited_class(
     base, edits = getattr(type(block), "_retrofit_edits", (type(block), ()))
     _refuse_unwritable(block, base, code)
     current = _code_of(base, code.co_name) or code
+    target = place.target
+    if isinstance(target, nn.Module):
+        target = None
     at: Any = place.at
     line, column = at
     edit = _Edit(
         method=code.co_name,
-        target=None if isinstance(place.target, nn.Module) else place.target,
+        target=target,
         end=(line - code.co_firstlineno, column),
         child=child,
         checksum=zlib.crc32(current.co_code),
