@@ -151,11 +151,13 @@ def _put_forms(
         form_name = _form_name(layer, parts)
         if form_name == "estimated" and name in lambdas:
             form_name = "frozen"
-            _freeze_estimates(parts, lambdas[name], device_of(net))
+            device = device_of(net)
+            _freeze_estimates(parts, lambdas[name], device)
         if is_norm:
             names[name] = form_name
         attributes["forward"] = form.forward
-        powers += [part for part in parts if isinstance(part, inference_forms.TwoBranch)]
+        branches = [part for part in parts if isinstance(part, inference_forms.TwoBranch)]
+        powers += branches
     return names, powers
 
 

@@ -168,16 +168,22 @@ class CapturedGraph:
         that, else a new one.
         """
         value = value.float()
-        if replaced is not None and replaced.op == "get_attr" and self._has_one_reader(replaced):
-            self._constants[replaced].data = value
+        if replaced is not None and self._is_own_constant(replaced):
+            constant = self._constants[replaced]
+            constant.data = value
             return replaced
         self._added += 1
         name = f"_folded_{self._added}"
         self.module.register_buffer(name, value)
-        with self.graph.inserting_before(before):
-            node = self.graph.get_attr(name)
+        graph = self.graph
+        with graph.inserting_before(before):
+            node = graph.get_attr(name)
         self._constants[node] = value
         return node
+
+    def _is_own_constant(self, node: Node) -> bool:
+        """Return whether a node is a constant that one node alone uses."""
+        return node.op == "get_attr" and self._has_one_reader(node)
 
     def _has_one_reader(self, node: Node) -> bool:
         """Return whether one node alone uses a constant."""

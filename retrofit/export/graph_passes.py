@@ -199,7 +199,9 @@ def merge_whitenings(graph: CapturedGraph) -> None:
     layers = [node for node in graph.graph.nodes if node.target in LINEAR]
     for node in layers:
         producer, layer = _producer_of(graph, node)
-        if layer is None or _channel_dim(producer) != _channel_dim(node):
+        if layer is None:
+            continue
+        if _channel_dim(producer) != _channel_dim(node):
             continue
         matrix = _point_matrix(graph, node)
         if matrix is None:
@@ -259,13 +261,17 @@ def lower_affine_maps(graph: CapturedGraph) -> None:
     unfolded: set[str] = set()
     for node, affine in graph.affine_maps():
         if affine.is_identity:
-            graph.replace(node, node.args[0])
+            source = node.args[0]
+            graph.replace(node, source)
         else:
             unfolded |= affine.layers
-            graph.set_module(node, affine.lowered())
-    for name, form in graph.layers.items():
-        if form == "affine" and name not in unfolded:
-            graph.layers[name] = "folded"
+            operations = affine.lowered()
+            graph.set_module(node, operations)
+    forms = graph.layers
+    for name, form in forms.items():
+        is_folded = form == "affine" and name not in unfolded
+        if is_folded:
+            forms[name] = "folded"
 
 
 def _channel_dim(node: Node) -> int:

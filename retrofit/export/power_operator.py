@@ -114,7 +114,8 @@ class Transform:
         root = self._log_of_root()
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
         to_u = torch.where(is_live, torch.exp(-root), 0.0)
-        scale = torch.where(is_live, self.gamma - self.lmbda * self.beta, 0.0)
+        slope = self.gamma - self.lmbda * self.beta
+        scale = torch.where(is_live, slope, 0.0)
         branch = OneBranch(self.lmbda)
         if not branch.near_0:
             scale = scale / self.lmbda

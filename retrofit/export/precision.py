@@ -48,12 +48,16 @@ def narrowed(
     reference = Reference(request.network, request.unseen, tolerance=tolerance)
     if precision == "int8":
         size = request.batch or CALIBRATED_AT_ONCE
-        batches = [images for call in request.fitted for images in call.args[0].split(size)]
+        batches: list[Tensor] = []
+        for call in request.fitted:
+            images = call.args[0]
+            batches += images.split(size)
         narrow = to_int8(model, batches)
         advice = f"bake the network first, give other images, {ACCEPT}"
     else:
         advice = f"use `fold='exact'`, keep float32, {ACCEPT}"
-        rounded = reference.compare(HalfRun(exported.module()))
+        half_run = HalfRun(exported.module())
+        rounded = reference.compare(half_run)
         if rounded.differs:
             claim = "float16, which ends at 65504, differs from PyTorch"
             raise ComparisonError(rounded, claim, advice)

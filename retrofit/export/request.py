@@ -82,11 +82,14 @@ class Request:
 
     def _problems(self) -> Iterator[str]:
         """Yield what does not fit together; the first is what the user is told."""
-        if self.fold not in get_args(Fold):
+        folds = get_args(Fold)
+        if self.fold not in folds:
             yield f"there is no fold {self.fold!r}; use exact or poly"
-        if self.precision not in get_args(Precision):
+        precisions = get_args(Precision)
+        if self.precision not in precisions:
             yield f"there is no precision {self.precision!r}; use {_PRECISIONS}"
-        if self.fold != "poly" and self.degree is not None:
+        has_idle_degree = self.fold != "poly" and self.degree is not None
+        if has_idle_degree:
             yield "`degree` is that of approximations; add `fold='poly'`"
         yield from self._problems_of_numbers()
         yield from self._problems_of_images()
@@ -104,8 +107,10 @@ class Request:
         count = len(self.images)
         needs_images = self.freeze_lambda or self.precision == "int8"
         halves_images = self.approximates or needs_images or self.batch is not None
-        least = 2 * (self.batch or 1)
-        if halves_images and count < least and (count or needs_images):
+        samples = self.batch or 1
+        least = 2 * samples
+        are_too_few = count < least and (count or needs_images)
+        if halves_images and are_too_few:
             yield (
                 f"give {least} or more `calibrate` images, not {count}: one half of them fits "
                 f"(`freeze_lambda`, INT8, polynomials), the other judges, in batches of `batch`"
@@ -131,8 +136,9 @@ class Request:
         call_size = sum(tensor.nbytes for tensor in call.tensors)
         size = call_size * batch // max(1, call.batch)
         if size > _LARGEST_BATCH:
+            gibibytes = size / 2**30
             raise UsageError(
-                f"`batch={batch}` samples take {size / 2**30:.3g} GiB before anything is computed "
+                f"`batch={batch}` samples take {gibibytes:.3g} GiB before anything is computed "
                 "of them; give fewer"
             )
 

@@ -106,11 +106,13 @@ class Signature:
             ) from error
 
     def _check_values(self, values: list[Any]) -> None:
-        for (name, expected), value in zip(self.arguments.items(), values, strict=True):
+        pairs = zip(self.arguments.items(), values, strict=True)
+        for (name, expected), value in pairs:
             if isinstance(expected, CapturedTensor):
                 is_like = expected.takes(value)
             else:
-                is_like = type(value) is type(expected) and value == expected
+                is_of_type = type(value) is type(expected)
+                is_like = is_of_type and value == expected
             if not is_like:
                 raise RetrofitError(
                     f"the folded network takes {_in_words(expected)} as `{name}`, not "
