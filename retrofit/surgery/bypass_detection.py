@@ -34,7 +34,8 @@ def refuse_bypassed(model: nn.Module, call: Call, sources: Mapping[str, str]) ->
     with undisturbed(model):
         for name in bypassed:
             layer = layers[name]
-            vars(layer).update(_parameters={}, _buffers={}, forward=_same)
+            attributes = vars(layer)
+            attributes.update(_parameters={}, _buffers={}, forward=_same)
         try:
             call.on(model)
         except (AttributeError, KeyError):

@@ -54,9 +54,14 @@ def apply(plan: Plan, model: nn.Module) -> tuple[nn.Module, Report]:
             return model, report
         if part is network:
             return converted, report
-        name = next(name for name, module in network.named_modules() if module is part)
-        replace_module(network, name, converted)
+        _replace_part(network, part, converted)
         return model, report
+
+
+def _replace_part(network: nn.Module, part: nn.Module, converted: nn.Module) -> None:
+    """Put a converted part in the place of the part that it was made of."""
+    names = (name for name, module in network.named_modules() if module is part)
+    replace_module(network, next(names), converted)
 
 
 def _part_of(network: nn.Module, plan: Plan) -> nn.Module:
@@ -74,7 +79,8 @@ def _check_layers(plan: Plan, norms: Sequence[NormLayer]) -> None:
     """Refuse a plan for layers of other names or classes."""
     planned = {row.name: row.source for row in plan.layers}
     actual = {norm.name: norm.label for norm in norms}
-    for name in {**planned, **actual}:
+    names = {**planned, **actual}
+    for name in names:
         in_plan = planned.get(name, "absent")
         here = actual.get(name, "absent")
         if in_plan != here:
@@ -108,12 +114,17 @@ def execute(
         RetrofitError: If an activation of the plan is absent.
     """
     # If the network is itself a layer, its successor adopts the record with its attributes.
-    set_record(model, plans=(*plans_of(model), plan))
+    earlier = plans_of(model)
+    set_record(model, plans=(*earlier, plan))
     device = device_of(model)
     params_before = _count_parameters(model)
     sites_by_call = _sites_by_call(plan, sites)
     layers = {norm.name: norm for norm in norms}
-    rows = [row for row in plan.converted if not converter.converts_in_place(layers[row.name])]
+    rows = []
+    for row in plan.converted:
+        layer = layers[row.name]
+        if not converter.converts_in_place(layer):
+            rows.append(row)
     built = _build(converter, rows, layers, device)
     sources = {row.name: layers[row.name].module for row in rows}
     for name, source in sources.items():
@@ -133,10 +144,12 @@ def execute(
     ]
     bypass_guards.refuse_calls_of_sources(sources)
     strength = None
-    if converter.has_strength and device.type != "meta":
+    has_strength = converter.has_strength and device.type != "meta"
+    if has_strength:
         strength = 0.0
     params_after = _count_parameters(model)
-    report = Report(plan, params_before, params_after, strength, tuple(filter(None, notes)))
+    sentences = tuple(filter(None, notes))
+    report = Report(plan, params_before, params_after, strength, sentences)
     return model, report
 
 

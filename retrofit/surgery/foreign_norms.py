@@ -174,17 +174,22 @@ def _parents(cls: type, known: set[str]) -> list[str]:
 def _by_tensors(module: Any) -> list[Formula]:
     """Return the formulas that a layer derived from no known class may have."""
     epsilons = _epsilons(module)
-    if {"weight", "bias", "running_mean", "running_var"} <= module._buffers.keys():
+    frozen_names = {"weight", "bias", "running_mean", "running_var"}
+    if frozen_names <= module._buffers.keys():
         return [Formula(_FROZEN, {"eps": eps}) for eps in epsilons]
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or module._buffers:
         return []
-    settings = {"normalized_shape": tuple(weight.shape), "elementwise_affine": True}
-    return [
-        Formula(path, {**settings, "eps": eps})
-        for eps in epsilons
-        for path in (_LAYER_NORM, _LAYER_NORM_2D)
-    ]
+    shape = tuple(weight.shape)
+    settings = {"normalized_shape": shape, "elementwise_affine": True}
+    paths = (_LAYER_NORM, _LAYER_NORM_2D)
+    formulas = []
+    for eps in epsilons:
+        for path in paths:
+            attributes = {**settings, "eps": eps}
+            formula = Formula(path, attributes)
+            formulas.append(formula)
+    return formulas
 
 
 def _epsilons(module: Any) -> Sequence[float]:

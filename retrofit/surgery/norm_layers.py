@@ -193,9 +193,12 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     if isinstance(module, StrengthMixin):
         return NormLayer(name, module, class_path, None, "kept", "already converted")
     base = _base_of(module)
-    family = KNOWN.get(class_path) or _BASES.get(base)
+    family = KNOWN.get(class_path)
+    if family is None:
+        family = _BASES.get(base)
     unsupported = _unsupported_class(module)
-    if family is None and not _is_norm_of_no_family(module):
+    is_no_norm = family is None and not _is_norm_of_no_family(module)
+    if is_no_norm:
         return None
     reason = unsupported or _why_not_as_its_class(module)
     if reason:
@@ -206,7 +209,8 @@ def classify(name: str, module: nn.Module) -> NormLayer | None:
     formula = proved_formula(module, KNOWN)
     reason = f"no converter knows {class_path}"
     if base is not None:
-        reason = f"derived from {base.__name__.lstrip('_')}, and {formula}"
+        base_name = base.__name__.lstrip("_")
+        reason = f"derived from {base_name}, and {formula}"
     return norm.settled(formula, reason)
 
 

@@ -84,20 +84,23 @@ def _with_plain_layers(net: nn.Module, feeders: dict[nn.Module, nn.Module]) -> n
     ]
     # ProxyNorms first: they depend on gamma and beta, which are about to move into convolutions.
     # What a layer holds comes before the layer.
-    order = sorted(reversed(layers), key=lambda named: not isinstance(named[1], ProxyNorm))
+    inner_first = reversed(layers)
+    order = sorted(inner_first, key=lambda named: not isinstance(named[1], ProxyNorm))
     for name, layer in order:
         label = name or ROOT
         if recognition.is_altered(layer):
             raise RetrofitError(f"{label} has hooks, or a forward of its own; remove them first")
         try:
             if layer in feeders:
-                new: nn.Module | None = _fold_into_feeder(layer, feeders[layer])
+                feeder = feeders[layer]
+                new: nn.Module | None = _fold_into_feeder(layer, feeder)
             else:
                 new = plain_counterpart(layer)
         except RetrofitError as error:
             raise RetrofitError(f"{label}: {error}") from None
         if new is not None:
-            net = replace_module(net, name, new.train(layer.training))
+            new.train(layer.training)
+            net = replace_module(net, name, new)
     return net
 
 
@@ -143,10 +146,13 @@ def _fold_into_feeder(layer: ConvertedLayer, feeder: Any) -> nn.Module:
     else:
         new = named_sequence(OrderedDict(), layer)
     transposed = isinstance(feeder, _ConvTransposeNd)
-    moved = LinearMap.of(feeder.weight, feeder.bias, feeder.groups, transposed).then(*affine)
     weight = feeder.weight
-    weight.copy_(moved.torch_weight())
-    if moved.bias is not None:
-        bias = moved.bias.to(weight.dtype)
+    source = LinearMap.of(weight, feeder.bias, feeder.groups, transposed)
+    moved = source.then(*affine)
+    moved_weight = moved.torch_weight()
+    weight.copy_(moved_weight)
+    moved_bias = moved.bias
+    if moved_bias is not None:
+        bias = moved_bias.to(weight.dtype)
         feeder.bias = nn.Parameter(bias, requires_grad=weight.requires_grad)
     return new

@@ -232,7 +232,9 @@ class Report:
                 section = f"{row.kind}s"
                 relation = "norm"
             names = ("name", "source", relation, "status", "reason")
-            rows.setdefault(section, []).append({name: getattr(row, name) for name in names})
+            section_rows = rows.setdefault(section, [])
+            values_of_row = {name: getattr(row, name) for name in names}
+            section_rows.append(values_of_row)
         values: dict[str, Any] = {
             "to": self.plan.to,
             **rows,

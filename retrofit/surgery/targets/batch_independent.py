@@ -180,12 +180,15 @@ class BatchIndependentConverter(Converter):
                 "unsupported", "it tracks no running statistics, so there is nothing to migrate"
             )
         module = layer.layer
-        groups, reason = measured.get(layer.name) or group_count(
-            layer.name, module.running_mean.numel(), options, self.groups
-        )
+        decision = measured.get(layer.name)
+        if decision is None:
+            channels = module.running_mean.numel()
+            decision = group_count(layer.name, channels, options, self.groups)
+        groups, reason = decision
         eps = settled_eps(module.weight, module.running_var, module.eps, groups)
         settled: dict[str, Any] = {"num_groups": groups, "eps": eps}
-        if self._drops_shift(layer, options, sites):
+        drops_shift = self._drops_shift(layer, options, sites)
+        if drops_shift:
             settled["bias"] = False
         target = "MigratedGroupNorm"
         if hasattr(module, "act"):

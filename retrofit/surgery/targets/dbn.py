@@ -212,7 +212,8 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             return None
         matrix = self.running_matrix(torch.float64)
         scale = matrix.diagonal(dim1=-2, dim2=-1)
-        if not torch.equal(matrix, torch.diag_embed(scale)):
+        diagonal = torch.diag_embed(scale)
+        if not torch.equal(matrix, diagonal):
             return None
         scale = scale.flatten()
         return replace(
