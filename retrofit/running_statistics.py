@@ -66,17 +66,25 @@ def update_bn(
     if device is not None:
         device = torch.device(device)
     # Torch's function resets every layer first, and puts no momentum back if it fails.
-    with left_as_it_was(model, unwritten=model.parameters()), modes_kept(model):
+    unchanged = left_as_it_was(model, unwritten=model.parameters())
+    with unchanged, modes_kept(model):
         swa_utils.update_bn(loader, model, device)
         reached = [layer for layer in layers if layer.num_batches_tracked > 0]
-        estimates = [buffer.clone() for buffer in _buffers_of(reached)]
+        estimated = _buffers_of(reached)
+        estimates = [buffer.clone() for buffer in estimated]
     if not reached:
         raise RetrofitError("the loader held no batch to estimate statistics from; give it data")
-    if not all(value.isfinite().all() for value in estimates):
-        raise RetrofitError(f"statistics are not finite; {_NOT_FINITE}")
-    for buffer, value in zip(_buffers_of(reached), estimates, strict=True):
+    _check_finite(estimates, "statistics")
+    pairs = zip(_buffers_of(reached), estimates, strict=True)
+    for buffer, value in pairs:
         buffer.copy_(value)
     return len(reached)
+
+
+def _check_finite(estimates: Iterable[Tensor], description: str) -> None:
+    """Refuse estimates that hold NaN or infinity."""
+    if not all(values.isfinite().all() for values in estimates):
+        raise RetrofitError(f"{description} are not finite; {_NOT_FINITE}")
 
 
 def _buffers_of(layers: Iterable[nn.Module]) -> list[Tensor]:
@@ -131,8 +139,7 @@ def recentre(
         return 0
     moments = _mean_moments(loader, model, layers, device)
     for name, (mean, deviation) in moments.items():
-        if not (mean.isfinite().all() and deviation.isfinite().all()):
-            raise RetrofitError(f"the moments of {name} are not finite; {_NOT_FINITE}")
+        _check_finite((mean, deviation), f"the moments of {name}")
     for name, (mean, deviation) in moments.items():
         _standardize(layers[name], mean, deviation)
     return len(moments)
