@@ -196,9 +196,11 @@ def _largest_within(choices: Sequence[_Choice], tolerance: float) -> _Choice:
     within = [choice for choice in baking if choice.stage.error <= tolerance]
     if within:
         return max(within, key=lambda choice: choice.stage.layers)
-    least = min((choice.stage for choice in baking), key=lambda stage: stage.error)
+    stages = [choice.stage for choice in baking]
+    least = min(stages, key=lambda stage: stage.error)
+    layers = plural(least.layers, "layer")
     raise RetrofitError(
-        f"baking {plural(least.layers, 'layer')} changes the output by {least.error:.2g} of its "
+        f"baking {layers} changes the output by {least.error:.2g} of its "
         f"standard deviation, more than {tolerance:g}; raise `tolerance`, or train there and back "
         "(`StrengthSchedule(shape='there-and-back')`, `retrofit finetune --strength-sched "
         "there-and-back`)"

@@ -222,15 +222,21 @@ class Reference:
                 except Exception as error:
                     refusals.append(error)
         if not self.calls:
+            first = refusals[0]
+            refusal = with_class(first)
             raise RetrofitError(
-                f"the network did not take the example inputs ({with_class(refusals[0])}); give "
-                "it others with `inputs`"
-            ) from refusals[0]
-        self.batches = tuple(call.batch for call in self.calls)
-        tensors = [tensor for answer in self._outputs for tensor in answer]
+                f"the network did not take the example inputs ({refusal}); give it others with "
+                "`inputs`"
+            ) from first
+        batches = [call.batch for call in self.calls]
+        self.batches = tuple(batches)
+        tensors: list[Tensor] = []
+        for answer in self._outputs:
+            tensors.extend(answer)
         self.not_checked = _nothing_to_compare(tensors)
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
-        self.tolerance = max(tolerance, _rounding_of(tensors))
+        rounding = _rounding_of(tensors)
+        self.tolerance = max(tolerance, rounding)
 
     def _add(self, model: nn.Module, call: Call) -> None:
         """Keep the outputs of a call."""

@@ -248,13 +248,15 @@ def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
     def record(
         stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        parts.append(Call(args, kwargs, stage)._mapped(_filled))
+        part = Call(args, kwargs, stage)
+        parts.append(part._mapped(_filled))
 
-    with hooked(
+    hooks = (
         module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
         for name, module in model.named_modules()
         if name in _PARTS_OF_DETECTORS
-    ):
+    )
+    with hooked(hooks):
         call.on(model)
     return parts
 

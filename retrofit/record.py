@@ -109,17 +109,20 @@ class Preprocess:
 
     def __post_init__(self) -> None:
         check_size(self.input_size)
+        are_deviations = _are_numbers(self.std) and min(self.std) > 0
+        is_share = _is_number(self.crop_pct) and self.crop_pct > 0
         valid = {
             "mean": _are_numbers(self.mean),
-            "std": _are_numbers(self.std) and min(self.std) > 0,
-            "crop_pct": _is_number(self.crop_pct) and self.crop_pct > 0,
+            "std": are_deviations,
+            "crop_pct": is_share,
             "interpolation": self.interpolation in _INTERPOLATIONS,
             "crop_mode": self.crop_mode in _CROP_MODES,
         }
         for name, is_valid in valid.items():
             if not is_valid:
-                value = shown(getattr(self, name))
-                raise UsageError(f"no images have {name} {value}; mend the preprocessing")
+                value = getattr(self, name)
+                words = shown(value)
+                raise UsageError(f"no images have {name} {words}; mend the preprocessing")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes by name."""
@@ -219,7 +222,8 @@ def plans_of(model: nn.Module) -> list[Any]:
             continue
         seen.add(network)
         for plan in record_of(network).plans:
-            part = ".".join(filter(None, (name, plan.part)))
+            names = filter(None, (name, plan.part))
+            part = ".".join(names)
             moved = replace(plan, part=part)
             if moved not in plans:
                 plans.append(moved)

@@ -93,16 +93,21 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
         RetrofitError: If the network does not take the inputs, gives no output per sample, or is
             random beyond torch's seed; with `strict`, if a gradient depends on companions.
     """
-    call = example_calls(model, inputs)[0]
+    calls = example_calls(model, inputs)
+    call = calls[0]
     _refuse_what_cannot_be_measured(model, call)
     network = copied(model)
-    samples = range(min(_SAMPLES, call.batch))
-    change = max(_gradient_change(network, call, sample) for sample in samples)
+    count = min(_SAMPLES, call.batch)
+    gradient_changes = [_gradient_change(network, call, sample) for sample in range(count)]
+    change = max(gradient_changes)
     changes = {}
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:
         changes = _mixing_modules(network, call)
-    classes = {name or ROOT: type(network.get_submodule(name)).__name__ for name in changes}
+    classes: dict[str, str] = {}
+    for name in changes:
+        module = network.get_submodule(name)
+        classes[name or ROOT] = type(module).__name__
     modules = dict(zip(classes, changes.values(), strict=True))
     result = BatchDependence(change, modules, classes)
     if strict and not result.passed:
@@ -177,7 +182,8 @@ def _gradient(network: nn.Module, call: Call, sample: int) -> Tensor:
                 f"the network's answer holds no tensor with a row for each of the {call.batch} "
                 "samples; give it inputs for which it answers with outputs, not with a loss"
             )
-        gradients = torch.autograd.grad(torch.stack(losses).sum(), parameters, allow_unused=True)
+        loss = torch.stack(losses).sum()
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     used = [gradient.flatten().double() for gradient in gradients if gradient is not None]
     return torch.cat(used)
 
@@ -222,7 +228,8 @@ def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
         # A module that does not take the other rows, for reasons of its own, is not named.
         with suppress(Exception):
             change = max(_output_change(module, given, sample) for sample in (0, 1))
-            changes[name] = max(change, changes.get(name, 0.0))
+            largest = changes.get(name, 0.0)
+            changes[name] = max(change, largest)
         is_probing = False
 
     hooks = (

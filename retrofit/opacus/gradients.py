@@ -76,13 +76,17 @@ def _without_hooks(module: nn.Module) -> Any:
     new = copy.copy(module)
     new._parameters = dict(module._parameters)
     new._buffers = dict(module._buffers)
-    for name in vars(new):
+    attributes = vars(new)
+    for name in attributes:
         if "_hooks" in name:
-            vars(new)[name] = OrderedDict()
-    new._modules = {
-        name: None if child is None else _without_hooks(child)
-        for name, child in module._modules.items()
-    }
+            attributes[name] = OrderedDict()
+    parts = module._modules
+    children = dict(parts)
+    for name, part in parts.items():
+        if part is not None:
+            child = _without_hooks(part)
+            children[name] = child
+    new._modules = children
     for child in new.modules():
         if isinstance(child, ProxyNorm) and child.norm is module:
             child._norm = (new,)

@@ -90,15 +90,19 @@ def _in_openvino(model: bytes | Path, shape: Sequence[int] | None, threads: int 
     core = openvino.Core()
     network = core.read_model(model)
     if shape is not None:
-        network.reshape(list(shape))
+        sizes = list(shape)
+        network.reshape(sizes)
     settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
     if threads is not None:
         settings["INFERENCE_NUM_THREADS"] = threads
-    request = core.compile_model(network, "CPU", settings).create_infer_request()
+    compiled = core.compile_model(network, "CPU", settings)
+    request = compiled.create_infer_request()
 
     def run(*inputs: Array) -> list[Array]:
-        outputs = request.infer(dict(enumerate(inputs)))
-        return [values.copy() for values in outputs.values()]
+        by_position = dict(enumerate(inputs))
+        answer = request.infer(by_position)
+        outputs = answer.values()
+        return [values.copy() for values in outputs]
 
     return run
 

@@ -109,14 +109,17 @@ def content_restorer(container: Any) -> Undo:
     items = [*read(container)]
 
     def restore() -> None:
-        # Whether the values are the same objects, one by one.
-        if len(container) == size and all(map(operator.is_, read(container), items)):
-            return
+        if len(container) == size:
+            # Whether the values are the same objects, one by one.
+            are_same = map(operator.is_, read(container), items)
+            if all(are_same):
+                return
         cls.clear(container)
         if isinstance(container, dict):
             keys = items[:size]
             values = items[size:]
-            cls.update(container, zip(keys, values, strict=True))
+            entries = zip(keys, values, strict=True)
+            cls.update(container, entries)
         elif isinstance(container, set):
             cls.update(container, items)
         else:
@@ -180,11 +183,13 @@ def attributes_restorer(cls: type) -> Undo:
     attributes = attributes_of(cls)
 
     def restore() -> None:
-        new_names = attributes_of(cls).keys() - attributes.keys()
+        present = attributes_of(cls)
+        new_names = present.keys() - attributes.keys()
         for name in new_names:
             type.__delattr__(cls, name)
         for name, value in attributes.items():
-            if vars(cls).get(name, ABSENT) is not value:
+            current = vars(cls).get(name, ABSENT)
+            if current is not value:
                 type.__setattr__(cls, name, value)
 
     return restore

@@ -181,8 +181,10 @@ class Snapshot:
         cls: Any = type(value)
         if _is_opaque(cls):
             return ()
-        self._undo.append(restorers.class_restorer(value))
-        held: list[Any] = [cls, getattr(value, "__dict__", None)]
+        restore_class = restorers.class_restorer(value)
+        self._undo.append(restore_class)
+        attributes = getattr(value, "__dict__", None)
+        held: list[Any] = [cls, attributes]
         for slot in _slots_of(cls):
             held += self._remember_slot(value, slot)
         return held
