@@ -285,7 +285,8 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         work()
-        return torch.cuda.max_memory_allocated(device) - before
+        most = torch.cuda.max_memory_allocated(device)
+        return most - before
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     events: Any = recorded.profiler.kineto_results.events()

@@ -285,18 +285,23 @@ def open_exported(path: Path, runtime: Runtime = "onnxruntime") -> ExportedFile:
         if strength is not None:
             strength = float(strength)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
+        fault = with_class(error)
         raise RetrofitError(
             f"{path} lacks what `retrofit export` writes of a network whose preprocessing is known "
-            f"({with_class(error)}); give `retrofit.save` the preprocessing, and export its file"
+            f"({fault}); give `retrofit.save` the preprocessing, and export its file"
         ) from error
-    facts: dict[str, Any] = {
-        key: known.get(key) and printable(known[key], 200) for key in ("model", "target", "fold")
-    }
+    facts: dict[str, Any] = {}
+    for key in ("model", "target", "fold"):
+        fact = known.get(key)
+        if fact:
+            fact = printable(fact, 200)
+        facts[key] = fact
     facts["strength"] = strength
     facts["runtime"] = runtime
     facts["weights"] = {"kind": "onnx", "from": str(path)}
     run = open_onnx(path, runtime, advice="export it again")
-    return ExportedFile(ExportedNetwork(run), preprocess, labels, facts)
+    network = ExportedNetwork(run)
+    return ExportedFile(network, preprocess, labels, facts)
 
 
 def _are_names(labels: Any) -> bool:

@@ -57,7 +57,8 @@ class _Commands(click.Group):
             command: click.Command = module.command
             return command
         problem = f"there is no command {cmd_name!r}"
-        for close in difflib.get_close_matches(cmd_name, COMMANDS, n=1):
+        matches = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+        for close in matches:
             problem += f" (did you mean {close}?)"
         raise click.UsageError(problem, ctx)
 

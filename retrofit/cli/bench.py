@@ -167,14 +167,17 @@ def _show(costs: list[Cost], size: str, size_ratio: str) -> None:
     for cost in costs:
         time_ratio = "1"
         memory_ratio = "1"
-        if cost.time_ratio is not None:
-            time_ratio = _spread(cost.time_ratio, ".2f")
+        ratios = cost.time_ratio
+        if ratios is not None:
+            time_ratio = _spread(ratios, ".2f")
         if cost.memory_ratio is not None:
             memory_ratio = f"{cost.memory_ratio:.2f}"
         seconds = _spread(cost.seconds, ".1f", 1e3)
         megabytes = f"{cost.bytes / 1e6:.1f}"
-        rows.append((cost.mode, cost.network, seconds, time_ratio, megabytes, memory_ratio))
-    show_table(("mode", "network", "ms a batch", "time ratio", size, size_ratio), rows)
+        row = cost.mode, cost.network, seconds, time_ratio, megabytes, memory_ratio
+        rows.append(row)
+    columns = "mode", "network", "ms a batch", "time ratio", size, size_ratio
+    show_table(columns, rows)
 
 
 def _spread(spread: Spread, form: str, unit: float = 1.0) -> str:

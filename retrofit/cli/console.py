@@ -45,13 +45,15 @@ def in_flags(text: str) -> str:
     context = click.get_current_context(silent=True)
     if context is None:
         return text
-    options = {option.name: option for option in context.command.params}
+    parameters = context.command.params
+    options = {option.name: option for option in parameters}
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
-        if name in options:
-            return _as_typed(options[name], value)
-        return match[0]
+        option = options.get(name)
+        if option is None:
+            return match[0]
+        return _as_typed(option, value)
 
     return _ARGUMENT.sub(flag, text)
 
@@ -77,8 +79,13 @@ def _as_typed(option: click.Parameter, text: str | None) -> str:
     if value is False:
         return option.secondary_opts[-1]
     if isinstance(value, dict):
-        return " ".join(f"{flag} {shlex.quote(f'{key}={entry}')}" for key, entry in value.items())
-    return f"{flag} {shlex.quote(str(value))}"
+        entries = []
+        for key, entry in value.items():
+            quoted = shlex.quote(f"{key}={entry}")
+            entries.append(f"{flag} {quoted}")
+        return " ".join(entries)
+    quoted = shlex.quote(str(value))
+    return f"{flag} {quoted}"
 
 
 def stderr() -> Console:

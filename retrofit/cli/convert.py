@@ -141,9 +141,10 @@ def _show_check(result: Comparison, at_0: bool) -> None:
 
 
 def _show(report: Report) -> None:
-    show_plan(report.plan)
-    if report.plan.settings:
-        say(f"options: {report.plan.settings}")
+    plan = report.plan
+    show_plan(plan)
+    if plan.settings:
+        say(f"options: {plan.settings}")
     for note in report.notes:
         say(f"note: {note}")
     growth = report.params_after - report.params_before
@@ -151,7 +152,7 @@ def _show(report: Report) -> None:
     if report.check is not None and report.identity:
         _show_check(report.check, at_0=report.change is not None)
     elif report.check is not None:
-        say(f"{report.plan.to} does not start as its source: {report.check}", "bold")
+        say(f"{plan.to} does not start as its source: {report.check}", "bold")
     if report.agreement is not None:
         same = report.agreement["same"]
         images = report.agreement["images"]

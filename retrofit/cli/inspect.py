@@ -79,7 +79,8 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
         read_calibration(arguments, network)
         plan = surgery.plan(network.model, to, **arguments)
         show_plan(plan, full)
-        say(", ".join(f"{count} {status}" for status, count in plan.counts.items()))
+        statuses = ", ".join(f"{count} {status}" for status, count in plan.counts.items())
+        say(statuses)
         answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
     for sentence in functional:
         say(f"note: {sentence}")

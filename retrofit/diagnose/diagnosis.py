@@ -183,8 +183,8 @@ def diagnose(
         attacked = None
         if predictions:
             under_noise = input_noise(model, passing("input noise"), predictions, seed)
-        if predictions and attack is not None:
-            attacked = under_attack(model, passing("attack"), predictions, attack)
+            if attack is not None:
+                attacked = under_attack(model, passing("attack"), predictions, attack)
     return Diagnosis(
         images=images,
         layers=tuple(layers),

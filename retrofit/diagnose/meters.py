@@ -270,9 +270,10 @@ def _bare(layer: nn.Module) -> Any:
     dropout and without hooks.
     """
     bare: Any = copy.copy(layer)
-    bare._modules = dict(layer._modules)
-    for fused in {"drop", "act"} & bare._modules.keys():
-        bare._modules[fused] = nn.Identity()
+    modules = dict(layer._modules)
+    for fused in {"drop", "act"} & modules.keys():
+        modules[fused] = nn.Identity()
+    bare._modules = modules
     for hooks in ("_forward_hooks", "_forward_pre_hooks"):
         setattr(bare, hooks, OrderedDict())
     bare.training = False

@@ -250,14 +250,17 @@ class EstimatedTransform(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         values, dims = self.sets(x)
         # groups of channels: each in one dimension
-        if values.ndim > x.ndim:
+        is_grouped = values.ndim > x.ndim
+        if is_grouped:
             values = values.flatten(2)
             dims = (2,)
         if self.fixed is None:
             y = self._estimated(values, dims)
         else:
-            y = self.fixed(self._standardized(values, dims))
-        out: Tensor = self.affine(y.reshape(x.shape))
+            standardized = self._standardized(values, dims)
+            y = self.fixed(standardized)
+        maps = y.reshape(x.shape)
+        out: Tensor = self.affine(maps)
         return out
 
     def _estimated(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:

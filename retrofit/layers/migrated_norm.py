@@ -175,7 +175,9 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
                 f"at strength {t:g} it lies between BatchNorm and GroupNorm; set_strength(model, 1)"
             )
         new = self._group_norm()
-        like = self.gain if self.weight is None else self.weight
+        like = self.weight
+        if like is None:
+            like = self.gain
         gamma = self._group_weight().to(like.dtype)
         new.weight = nn.Parameter(gamma, requires_grad=like.requires_grad)
         new.register_parameter("bias", self.bias)

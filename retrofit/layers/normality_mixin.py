@@ -95,7 +95,14 @@ class NormalityMixin(StrengthMixin):
             return [self._source_form()]
         layer: Any = self
         affine = layer.weight, layer.bias
-        return [EstimatedTransform(self._sets(), self.plain_eps, alpha, affine, self.per_channel)]
+        transform = EstimatedTransform(
+            self._sets(),
+            eps=self.plain_eps,
+            effective_alpha=alpha,
+            affine=affine,
+            per_channel=self.per_channel,
+        )
+        return [transform]
 
     def _source_form(self) -> nn.Module:
         return constant_copy(self._as_source(library_class(self.source_name)))

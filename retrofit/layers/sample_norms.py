@@ -206,7 +206,9 @@ class _InstanceNormalNorm(RunningNormality):
         """
         ndim = self._batched_ndim
         getattr(nn, self.source_name)._check_input_dim(self, x)
-        maps = x if x.ndim == ndim else x.unsqueeze(0)
+        maps = x
+        if x.ndim != ndim:
+            maps = x.unsqueeze(0)
         channels = maps.shape[1]
         if channels != self.num_features and self.affine:
             raise ValueError(
@@ -216,7 +218,9 @@ class _InstanceNormalNorm(RunningNormality):
             out = self._by_each_sample(maps)
         else:
             out = self._by_running_statistics(maps)
-        return out if x.ndim == ndim else out.squeeze(0)
+        if x.ndim == ndim:
+            return out
+        return out.squeeze(0)
 
     def _by_each_sample(self, x: Tensor) -> Tensor:
         """Normalize (N, C, *) by its own statistics, and follow their means over the batch."""

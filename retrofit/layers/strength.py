@@ -151,8 +151,10 @@ class StrengthMixin(ConvertedLayer):
             seen = (id(code), code._version)
             if seen == self._checked:
                 return
-        t, square = (value * UNIT for value in code.detach().cpu().tolist())
-        if abs(square - t * t) > _SPREAD:
+        units = code.detach().cpu().tolist()
+        t, square = (value * UNIT for value in units)
+        spread = abs(square - t * t)
+        if spread > _SPREAD:
             raise RuntimeError(
                 f"the strength of this layer, {t:.3g}, is an average over training: average weights without buffers "
                 "(use_buffers=False), or set it in the average (retrofit.set_strength)"

@@ -163,7 +163,8 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the tensor is on {device}"
     try:
         kernels = _module(name)
-        return kernels.fault() or self_test.fault(kernels, device, dtype)
+        own = kernels.fault()
+        return own or self_test.fault(kernels, device, dtype)
     except ImportError as error:
         return f"triton cannot be imported ({error})"
 

@@ -99,12 +99,15 @@ def layout_of(
     Returns:
         The layout; None where no kernel takes these tensors.
     """
-    if not (x.dtype in cpp.TYPES and kernels.fits(x) and kernels.runs_cpp(x)):
+    if x.dtype not in cpp.TYPES:
+        return None
+    if not (kernels.fits(x) and kernels.runs_cpp(x)):
         return None
     samples = x.shape[0]
     channels = x.shape[channel_dim]
-    if not all(table is None or _is_readable(table, channels) for table in tables):
-        return None
+    for table in tables:
+        if table is not None and not _is_readable(table, channels):
+            return None
     layout = ChannelLayout(
         threads=cpp.threads(x), channels=channels, half=x.dtype == torch.bfloat16
     )

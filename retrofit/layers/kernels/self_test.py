@@ -152,13 +152,15 @@ def _layers(channels: int) -> dict[str, nn.Module]:
     from retrofit.layers.proxy_norm import ProxyNorm
 
     fused = MigratedGroupNormAct(2, channels, strength=0.7)
-    fused.act = ProxyNorm(nn.SiLU(), channels, norm=fused)
+    proxy = ProxyNorm(nn.SiLU(), channels, norm=fused)
+    fused.act = proxy
     layers: dict[str, nn.Module] = {
         "frozen": FrozenBatchNorm(channels),
         "migrated": MigratedGroupNorm(2, channels, strength=0.7),
         "migrated and proxy": fused,
     }
-    for activation in (nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()):
+    activations = nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardswish(), nn.SiLU(), nn.GELU()
+    for activation in activations:
         restore = isinstance(activation, nn.ReLU)
         norm = FrozenBatchNorm(channels)
         proxy = ProxyNorm(activation, channels, norm=norm, restore=restore)
