@@ -127,14 +127,22 @@ def _costs(mode: Mode, times: Mapping[str, list[float]], sizes: Mapping[str, int
     *_, reference = times
     costs = []
     for name, seconds in times.items():
+        size = sizes[name]
         time_ratio = None
         memory_ratio = None
         if name != reference:
             ratios = map(operator.truediv, seconds, times[reference])
             time_ratio = Spread.of(list(ratios))
-            memory_ratio = sizes[name] / max(sizes[reference], 1)
-        spread = Spread.of(seconds)
-        costs.append(Cost(name, mode, spread, sizes[name], time_ratio, memory_ratio))
+            memory_ratio = size / max(sizes[reference], 1)
+        cost = Cost(
+            network=name,
+            mode=mode,
+            seconds=Spread.of(seconds),
+            bytes=size,
+            time_ratio=time_ratio,
+            memory_ratio=memory_ratio,
+        )
+        costs.append(cost)
     return costs
 
 
@@ -169,15 +177,20 @@ def measure_files(
         RetrofitError: If it does not take a file, a file does not say which images it takes, or
             the batches do not fit into the memory.
     """
+    cpu = torch.device("cpu")
+    steps = {}
+    sizes = {}
     with memory_advice(batch_size):
-        steps = {
-            name: _file_step(path, runtime, batch_size, threads) for name, path in files.items()
-        }
+        for name, path in files.items():
+            step = _file_step(path, runtime, batch_size, threads)
+            steps[name] = step
         for step in steps.values():
             for _ in range(_WARM):
                 step()
-        times = _in_turns(steps, rounds, torch.device("cpu"), progress, runtime)
-    sizes = {name: path.stat().st_size for name, path in files.items()}
+        times = _in_turns(steps, rounds, cpu, progress, runtime)
+    for name, path in files.items():
+        status = path.stat()
+        sizes[name] = status.st_size
     return _costs("eval", times, sizes)
 
 
@@ -204,12 +217,16 @@ def _in_turns(
     what: str,
 ) -> dict[str, list[float]]:
     """Return the seconds of each step in every turn."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {}
+    for name in steps:
+        times[name] = []
     for turn in range(1, rounds + 1):
         for name, step in steps.items():
             start = _now(device)
             step()
-            times[name].append(_now(device) - start)
+            end = _now(device)
+            seconds = end - start
+            times[name].append(seconds)
         if progress is not None:
             progress(turn, rounds, what)
     return times

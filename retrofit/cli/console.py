@@ -132,18 +132,24 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich import box
     from rich.table import Table
 
-    filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    filled = []
+    for number in range(len(columns)):
+        if any(row[number] for row in rows):
+            filled.append(number)
     if not filled:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number in filled:
         table.add_column(columns[number], overflow="fold")
-    table.columns[0].justify = "right"
+    first = table.columns[0]
+    first.justify = "right"
     for row in rows[:_ROWS]:
-        table.add_row(*(printable(in_flags(row[number])) for number in filled))
+        entries = [printable(in_flags(row[number])) for number in filled]
+        table.add_row(*entries)
     stderr().print(table)
-    if len(rows) > _ROWS:
-        say(f"... and {len(rows) - _ROWS} more kinds; --json lists every layer")
+    left_out = len(rows) - _ROWS
+    if left_out > 0:
+        say(f"... and {left_out} more kinds; --json lists every layer")
 
 
 def show_lines(rows: Sequence[tuple[str, ...]]) -> None:

@@ -262,18 +262,22 @@ def _signals() -> Iterator[list[int]]:
 
 def _conclude(folder: Path, result: Position, network: str | None) -> None:
     warn_of_unreadable(result.unreadable)
+    step = result.step
     if result.finished:
         artifact = folder / "best.safetensors"
         best = ""
-        if result.best is not None:
-            best = f", best top-1 {result.best:.2f}%"
-        say(f"done: {result.step} steps{best}", "bold")
+        top1 = result.best
+        if top1 is not None:
+            best = f", best top-1 {top1:.2f}%"
+        say(f"done: {step} steps{best}", "bold")
         say(f"wrote {artifact}", "bold")
     else:
         artifact = folder / "last.safetensors"
-        say(f"stopped and saved at step {result.step} of {result.steps}", "bold")
-        say(f"next: {_resuming_command(folder, network)}")
-    emit({"folder": str(folder), **result.to_dict(), "output": str(artifact)})
+        say(f"stopped and saved at step {step} of {result.steps}", "bold")
+        command = _resuming_command(folder, network)
+        say(f"next: {command}")
+    answer = {"folder": str(folder), **result.to_dict(), "output": str(artifact)}
+    emit(answer)
 
 
 def _resuming_command(folder: Path, network: str | None) -> str:

@@ -308,11 +308,14 @@ class _Observer:
     def observe(self, _layer: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Look at what the layer is given."""
         x = args[0]
-        y = self.probe.normalized(x)
+        probe = self.probe
+        y = probe.normalized(x)
         self._power.update(y)
-        if self.activation is not None:
-            self._measure_linearity(self.activation, self.probe.output(x))
-        if self.seen % self._every == 0:
+        activation = self.activation
+        if activation is not None:
+            self._measure_linearity(activation, probe.output(x))
+        is_plotted = self.seen % self._every == 0
+        if is_plotted:
             self._look_closely(x, y)
         self.seen += 1
 

@@ -130,6 +130,11 @@ def under_attack(
         if labels is None:
             return None
         images += len(pixels)
-        hit = clean == labels.to(clean)
-        right += attack.resisted(model, pixels[hit], clean[hit])
-    return UnderAttack(str(attack), 100 * right / images)
+        targets = labels.to(clean)
+        hit = clean == targets
+        attacked = pixels[hit]
+        classes = clean[hit]
+        right += attack.resisted(model, attacked, classes)
+    name = str(attack)
+    percentage = 100 * right / images
+    return UnderAttack(name, percentage)

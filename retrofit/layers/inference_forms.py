@@ -257,8 +257,8 @@ class EstimatedTransform(nn.Module):
         if self.fixed is None:
             y = self._estimated(values, dims)
         else:
-            standardized = self._standardized(values, dims)
-            y = self.fixed(standardized)
+            values = self._standardized(values, dims)
+            y = self.fixed(values)
         maps = y.reshape(x.shape)
         out: Tensor = self.affine(maps)
         return out

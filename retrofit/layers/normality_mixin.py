@@ -160,17 +160,24 @@ def lambda_values(model: nn.Module, images: Tensor | None = None) -> dict[str, T
     for name, layer in model.named_modules():
         if not isinstance(layer, NormalityMixin):
             continue
-        estimates[name] = []
+        values: list[Tensor] = []
+        estimates[name] = values
         running_lambda = getattr(layer, "running_lambda", None)
         if running_lambda is None:
-            collect = partial(_collect_estimate, estimates[name])
-            hooks.append(layer.register_forward_pre_hook(collect))
+            collect = partial(_collect_estimate, values)
+            hook = layer.register_forward_pre_hook(collect)
+            hooks.append(hook)
         else:
-            estimates[name].append(running_lambda.detach().float().cpu())
+            average = running_lambda.detach().float()
+            values.append(average.cpu())
     with hooked(hooks), torch.no_grad():
         if hooks and images is not None:
             model(images)
-    return {name: torch.cat(values) for name, values in estimates.items() if values}
+    lambdas = {}
+    for name, values in estimates.items():
+        if values:
+            lambdas[name] = torch.cat(values)
+    return lambdas
 
 
 def _collect_estimate(

@@ -46,10 +46,14 @@ def known(activation: Any) -> Activation | None:
         return None
     kind = type(activation)
     if kind in (nn.ReLU6, nn.Hardtanh):
-        return _CLAMP, float(activation.min_val), float(activation.max_val)
+        low = float(activation.min_val)
+        high = float(activation.max_val)
+        return _CLAMP, low, high
     if kind is nn.LeakyReLU:
         return _LEAKY, float(activation.negative_slope), 0.0
-    if kind is nn.GELU and activation.approximate == "none":
+    if kind is nn.GELU:
+        if activation.approximate != "none":
+            return None
         return _GELU, 0.0, 0.0
     for each, numbers in _FIXED:
         if each is activation or each is kind:
