@@ -34,7 +34,9 @@ def divergence_of(model: nn.Module, images: Tensor, fault: Fault) -> tuple[str, 
     if diverged:
         first = min(diverged, key=_rank)
         names = {module: name for name, module in model.named_modules()}
-        return f"{names[first] or 'the network'} ({type(first).__name__}) went first", advice
+        name = names[first] or "the network"
+        kind = type(first).__name__
+        return f"{name} ({kind}) went first", advice
     if fault != "gradient":
         return "no layer's output is affected", advice
     cause = "the loss and all layers are finite, so the cause is not `lr`"

@@ -49,8 +49,9 @@ def parameter_groups(
     decayed_ids = set(map(id, decayed))
     split: list[dict[str, Any]] = []
     for group in groups:
-        timms = [p for p in group["params"] if id(p) not in decayed_ids]
-        ours = [p for p in group["params"] if id(p) in decayed_ids]
+        parameters = group["params"]
+        timms = [p for p in parameters if id(p) not in decayed_ids]
+        ours = [p for p in parameters if id(p) in decayed_ids]
         if timms:
             split.append({**group, "params": timms})
         if ours:

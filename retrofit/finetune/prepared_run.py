@@ -56,22 +56,26 @@ class PreparedRun:
         self.device = accelerator.device
         random_seed(recipe.seed)
 
-        channels = network.preprocess.input_size[0]
+        input_size = network.preprocess.input_size
+        channels = input_size[0]
         images = open_data(recipe, network.labels, channels)
         for note in images.notes:
             callback.note(note)
         if state is None:
             network, self.new_tensors = fit_network(network, images, recipe, callback.note)
         else:
-            self.new_tensors = tuple(state["new_tensors"])
+            new_tensors = state["new_tensors"]
+            self.new_tensors = tuple(new_tensors)
         self.network = network
         outputs = scores_of(network)
         self.layout = layout_of(recipe.channels_last)
-        self.model = network.model.to(self.device).to(memory_format=self.layout)
+        model = network.model.to(self.device)
+        self.model = model.to(memory_format=self.layout)
         self.model.train()
         teacher = None
         if recipe.teacher == "source":
-            teacher = source_network(network, resumed=state is not None)
+            is_resumed = state is not None
+            teacher = source_network(network, resumed=is_resumed)
         self.objective = Objective(recipe, outputs, teacher)
         # Without labels, the teacher labels the images to validate on.
         classes: int | None = outputs
@@ -82,7 +86,8 @@ class PreparedRun:
         self._set_up_data(images, labeller)
         steps = self.epoch_steps * recipe.epochs
         self.position = Position(steps)
-        untrained = network.weights["kind"] == "random"
+        weights = network.weights["kind"]
+        untrained = weights == "random"
         self.chance = ChanceWatch(recipe, steps, classes, untrained)
         self._set_up_training()
 

@@ -195,8 +195,9 @@ class Recipe(BaseModel):
 
         wrong = list(self._contradictions())
         optimizers = list_optimizers()
-        if self.opt.lower() not in optimizers:
-            hint = did_you_mean(self.opt.lower(), optimizers)
+        optimizer = self.opt.lower()
+        if optimizer not in optimizers:
+            hint = did_you_mean(optimizer, optimizers)
             wrong.append(f"opt {shown(self.opt)} is unknown to timm{hint}")
         if wrong:
             raise ValueError(", ".join(wrong))

@@ -50,7 +50,8 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
             settings.pop(source, None)
     settings.update(overrides)
     data_dir = settings.get("data_dir")
-    if _names_a_dataset(data_dir) and not settings.get("dataset"):
+    is_dataset = _names_a_dataset(data_dir)
+    if is_dataset and not settings.get("dataset"):
         settings["dataset"] = data_dir
         settings["data_dir"] = None
     try:

@@ -155,8 +155,10 @@ class Run(PreparedRun):
         for _ in range(steps_done, self.epoch_steps):
             self._train_step(batches)
             step = self._progress(epoch)
-            self.gate.send((step, position.images), self.last_images)
-            stopping = self._any_process(stop())
+            place = step, position.images
+            self.gate.send(place, self.last_images)
+            is_asked = stop()
+            stopping = self._any_process(is_asked)
             leaving = stopping or self.is_epoch_end
             saving = self._is_checkpoint_due()
             self._judge_steps(every=leaving or saving)

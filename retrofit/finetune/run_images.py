@@ -152,11 +152,17 @@ def _hold_out(data: ImageData, fraction: float, seed: int) -> tuple[ImageData, I
             f"{fraction:.0%} of {count} images leaves none for training or validation; "
             "give more images"
         )
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(count, generator=generator, device="cpu").tolist()
-    train = ImageSubset(data.images, sorted(order[held:]))
-    val = ImageSubset(data.images, sorted(order[:held]))
-    return replace(data, images=train), replace(data, images=val)
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    shuffled = torch.randperm(count, generator=generator, device="cpu")
+    order = shuffled.tolist()
+    trained = sorted(order[held:])
+    validated = sorted(order[:held])
+    train = ImageSubset(data.images, trained)
+    val = ImageSubset(data.images, validated)
+    train_data = replace(data, images=train)
+    val_data = replace(data, images=val)
+    return train_data, val_data
 
 
 class ImageSubset(Dataset[Any]):

@@ -53,13 +53,18 @@ class RunCallback:
 
 def write_metrics(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Write metrics.jsonl and metrics.csv, one line an epoch."""
-    with atomic_write(folder / "metrics.jsonl", force=True) as temporary:
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines_file = folder / "metrics.jsonl"
+    table_file = folder / "metrics.csv"
+    with atomic_write(lines_file, force=True) as temporary:
+        lines = [json.dumps(row) + "\n" for row in rows]
+        text = "".join(lines)
+        temporary.write_text(text)
     with (
-        atomic_write(folder / "metrics.csv", force=True) as temporary,
+        atomic_write(table_file, force=True) as temporary,
         temporary.open("w") as table,
     ):
-        writer = csv.DictWriter(table, list(rows[-1]), lineterminator="\n")
+        columns = list(rows[-1])
+        writer = csv.DictWriter(table, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

@@ -15,6 +15,9 @@ from retrofit.finetune.divergence import Fault
 # A step's fault, which the device computes as a number: its place here.
 _FAULTS: tuple[Fault | None, ...] = (None, "loss", "gradient")
 _FINITE, _LOSS, _GRADIENT = range(3)
+# Of a step that is sent: the step, its last batch, the sum of the losses with the fault, the names
+# and norms of gradients, and what tells that a GPU is done with it.
+_Sent = tuple[Any, Tensor, Tensor, list[str], Tensor, Any]
 # After so many halvings in a row, float16's scale of the loss is no longer the cause of overflows.
 _HALVINGS = 30
 
@@ -78,16 +81,18 @@ class StepGate:
         self._accelerator = accelerator
         self._optimizer = optimizer
         self._clip = clip
-        self._device = accelerator.device
+        device = accelerator.device
+        self._device = device
         self._trained = {
             name: parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        self._lag = int(self._device.type == "cuda")
-        self._sent: deque[tuple[Any, Tensor, Tensor, list[str], Tensor, Any]] = deque()
+        is_queued = device.type == "cuda"
+        self._lag = int(is_queued)
+        self._sent: deque[_Sent] = deque()
         # It stays once it is not `_FINITE`.
-        self._fault = torch.zeros((), dtype=torch.int32, device=self._device)
+        self._fault = torch.zeros((), dtype=torch.int32, device=device)
         # Steps in a row whose gradient was not finite.
         self._overflows = torch.zeros_like(self._fault)
         self.start(0.0)

@@ -158,13 +158,17 @@ class StrengthSchedule:
         done = self._steps / self._total
         if self._shape != "off":
             strengths = self._strengths_at(done)
-            if again or strengths != self._strengths:
-                for layer, strength in zip(self._layers, strengths, strict=True):
+            is_due = again or strengths != self._strengths
+            if is_due:
+                pairs = zip(self._layers, strengths, strict=True)
+                for layer, strength in pairs:
                     layer.set_strength(strength)
                 self._strengths = strengths
-        if self._most_noise is not None:
-            noise = self._noise_at(done, self._most_noise)
-            if again or noise != self.noise:
+        most = self._most_noise
+        if most is not None:
+            noise = self._noise_at(done, most)
+            is_due = again or noise != self.noise
+            if is_due:
                 for noisy in self._noisy:
                     noisy.noise = noise
                 self.noise = noise

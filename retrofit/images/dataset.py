@@ -145,7 +145,8 @@ class ImageData:
             return ""
         if self.classes != outputs:
             classes = plural(self.classes, "class")
-            model_outputs = plural(outputs or 0, "output")
+            count = outputs or 0
+            model_outputs = plural(count, "output")
             problem = f"the data has {classes} and the model {model_outputs}"
         elif self.contradicts(labels):
             ours = shortlist(self.names or ())
@@ -178,9 +179,10 @@ class ImageData:
             labels = list(read_class_map(class_map))
             lacking = [name for name in classes if name not in labels]
             if lacking:
+                ours = plural(len(classes), "class")
                 raise RetrofitError(
-                    f"{len(lacking)} of the data's {plural(len(classes), 'class')} are not in "
-                    f"{class_map} ({shortlist(lacking)}); use the class map that names the data's "
+                    f"{len(lacking)} of the data's {ours} are not in {class_map} "
+                    f"({shortlist(lacking)}); use the class map that names the data's "
                     "folders"
                 )
         elif labels is None or not set(classes) <= set(labels):

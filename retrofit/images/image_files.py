@@ -142,7 +142,8 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
     first_paths: dict[tuple[int, int], Path] = {}
     for folder, folders, files in os.walk(root, onerror=_refuse_unreadable, followlinks=True):
         folders.sort()
-        path = Path(folder).relative_to(root)
+        current = Path(folder)
+        path = current.relative_to(root)
         if len(path.parts) > _DEEPEST_FOLDER:
             raise RetrofitError(
                 f"{root} has more than {_DEEPEST_FOLDER} folders inside one another; {ADVICE}"
@@ -158,9 +159,13 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
                 f"{first} and {path} in {root} are the same folder and would count twice; remove "
                 f"one"
             )
-        names = [str(path / name) for name in files if _is_image(name)]
+        names = []
+        for name in files:
+            if _is_image(name):
+                names.append(str(path / name))
         images += names
-        if not names and not folders and path != Path():
+        is_bare = not names and not folders
+        if is_bare and path != Path():
             empty.append(str(path))
     return images, empty
 
