@@ -197,7 +197,10 @@ def _facts(module: nn.Module | None) -> dict[str, Any]:
     """
     if module is None:
         return {"class": None}
-    facts: dict[str, Any] = {"class": type(module).__name__}
+    # Sampled outputs do not show one that differs in training, or that of a large network.
+    # accelerate's keeps the module's beside it.
+    replaced = "forward" in vars(module) and "_original_forward" not in vars(module)
+    facts: dict[str, Any] = {"class": type(module).__name__, "replaced forward": replaced}
     for name, value in vars(module).items():
         is_neutral = name.startswith("_") or name in _NEUTRAL or isinstance(value, dict)
         if is_neutral or f"setting_{name}" in module._buffers:
