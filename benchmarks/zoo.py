@@ -59,6 +59,11 @@ def without_names(reason: str) -> str:
     return re.sub(r"((?:fed by|its norm,|a gate:) \w+) [\w.]+", r"\1", reason)
 
 
+def in_one_part(reason: str) -> str:
+    """Return a reason without the mark that parts the reasons of a row."""
+    return reason.replace("; ", ", ")
+
+
 def survey(name: str, to: str) -> dict[str, Any]:
     """Return one row of the table."""
     import torch
@@ -84,12 +89,12 @@ def planned(model: Any, to: str) -> dict[str, Any]:
     assert len(plan.layers) == len(norms), "a layer is unaccounted for"
     statuses = Counter(edit.status for edit in plan.edits if edit.kind == "activation")
     reasons = Counter(
-        f"{layer.source}: {layer.reason or 'not of a family that is converted'}"
+        f"{layer.source}: {in_one_part(layer.reason) or 'not of a family that is converted'}"
         for layer in plan.layers
         if not layer.target
     )
     reasons += Counter(
-        f"{edit.source} left: {without_names(edit.reason)}"
+        f"{edit.source} left: {in_one_part(without_names(edit.reason))}"
         for edit in plan.edits
         if edit.status == "left"
     )
