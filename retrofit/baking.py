@@ -341,13 +341,16 @@ def _take_activation(layer: Any) -> nn.Module:
 def _reasons(net: nn.Module, layers: Mapping[str, Any], call: Call) -> dict[str, str]:
     """Say of each layer that cannot be baked why."""
     calls = [call.resized(samples) for samples in (2, 4)]
-    shapes = Reference(net, calls, layers=layers).shapes
+    reference = Reference(net, calls, layers=layers)
+    shapes = reference.shapes
     owners = Counter(
         id(tensor) for module in net.modules() for tensor in module.parameters(recurse=False)
     )
     reasons = {}
     for name, layer in layers.items():
-        reason = _reason_of_layer(layer, owners) or _reason_of_calls(shapes[name])
+        reason = _reason_of_layer(layer, owners)
+        if not reason:
+            reason = _reason_of_calls(shapes[name])
         if reason:
             reasons[name] = reason
     return reasons

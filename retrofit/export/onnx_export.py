@@ -162,8 +162,10 @@ def _onnx_model(
 ) -> tuple[onnx.ModelProto, list[Check]]:
     """Return the model in the requested precision, and the checks that it has to pass."""
     program = folded.program
+    network = program.module
     if request.precision == "int8":
-        for part in program.module.modules():
+        parts = network.modules()
+        for part in parts:
             if isinstance(part, Polynomial):
                 part.to_convolutions()
     proto, exported = to_onnx(program, opset)
@@ -172,9 +174,12 @@ def _onnx_model(
         return narrow, [check]
     checks: list[Check] = []
     if request.approximates:
-        checks.append(Check(Reference(program.module, request.calls), REPORT_IT))
+        reference = Reference(network, request.calls)
+        of_approximation = Check(reference, REPORT_IT)
+        checks.append(of_approximation)
     # The last comparison is the one that is reported
-    checks.append(Check(folded.reference, REPORT_IT))
+    of_whole = Check(folded.reference, REPORT_IT)
+    checks.append(of_whole)
     return proto, checks
 
 

@@ -113,7 +113,8 @@ class Transform:
     def _one_branch(self, high: float) -> Replacement:
         root = self._log_of_root()
         is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
-        to_u = torch.where(is_live, torch.exp(-root), 0.0)
+        reciprocal = torch.exp(-root)
+        to_u = torch.where(is_live, reciprocal, 0.0)
         slope = self.gamma - self.lmbda * self.beta
         scale = torch.where(is_live, slope, 0.0)
         branch = OneBranch(self.lmbda)

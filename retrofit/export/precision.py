@@ -46,7 +46,8 @@ def narrowed(
     precision = request.precision
     tolerance = request.tolerance or TOLERANCES[precision]
     reference = Reference(request.network, request.unseen, tolerance=tolerance)
-    if precision == "int8":
+    is_int8 = precision == "int8"
+    if is_int8:
         size = request.batch or CALIBRATED_AT_ONCE
         batches: list[Tensor] = []
         for call in request.fitted:

@@ -130,12 +130,13 @@ def _edited_class(
         target = None
     at: Any = place.at
     line, column = at
+    checksum = zlib.crc32(current.co_code)
     edit = _Edit(
         method=code.co_name,
         target=target,
         end=(line - code.co_firstlineno, column),
         child=child,
-        checksum=zlib.crc32(current.co_code),
+        checksum=checksum,
         selector=selector,
     )
     if any(edit.replaces_call_of(other) for other in edits):
