@@ -4,8 +4,8 @@ converted as that.
 Libraries derive classes from torch's normalization layers, or write them anew, and change no
 arithmetic: LayerNorm over the channels of maps, a frozen BatchNorm, GroupNorm with an activation.
 The layer and its candidate hold the same attributes and tensors under two classes, and are run on
-the same seeded inputs in float64, with random parameters: in evaluation and in training, contiguous
-and not. Outputs, gradients and running statistics have to agree.
+the same seeded inputs in float64, with random parameters and with the layer's own: in evaluation
+and in training, contiguous and not. Outputs, gradients and running statistics have to agree.
 """
 
 import copy
@@ -75,7 +75,10 @@ class Formula:
         return new
 
 
-# By class, settings and shapes of the inputs: the formula that agrees, or why none does.
+_ANOTHER_FUNCTION = "another function on random inputs, of which it may take none"
+
+# By class, settings and shapes of the inputs: the formula that agrees with random parameters, or why
+# none does.
 _PROVED: dict[tuple[type, str, str], Formula | str] = {}
 
 
@@ -98,7 +101,17 @@ def proved_formula(
     key = type(module), _settings(module), str(shapes)
     if key not in _PROVED:
         _PROVED[key] = _first_agreeing(module, known, shapes)
-    return _PROVED[key]
+    formula = _PROVED[key]
+    if shapes or isinstance(formula, str) or _is_meta(module):
+        return formula
+    # A layer may do something else where its parameters are large, or zero.
+    if _proves(module, formula, own=True):
+        return formula
+    return _ANOTHER_FUNCTION
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _settings(module: nn.Module) -> str:
@@ -120,11 +133,19 @@ def _first_agreeing(
     if reason:
         return reason
     for formula in _candidates(module, set(known)):
-        # Anything may come out of a layer's own code.
-        with suppress(Exception), left_as_it_was(module):
-            if _agrees(module, formula.layer(module), shapes):
-                return formula
-    return "another function on random inputs, of which it may take none"
+        if _proves(module, formula, shapes):
+            return formula
+    return _ANOTHER_FUNCTION
+
+
+def _proves(
+    module: nn.Module, formula: Formula, shapes: Sequence[Sequence[int]] = (), own: bool = False
+) -> bool:
+    """Whether a comparison, with random or its own parameters, shows that a layer has a formula."""
+    # Anything may come out of a layer's own code.
+    with suppress(Exception), left_as_it_was(module):
+        return _agrees(module, formula.layer(module), shapes, own)
+    return False
 
 
 def _unprovable(module: nn.Module) -> str:
@@ -198,7 +219,9 @@ def _epsilons(module: Any) -> Sequence[float]:
     return [getattr(module, name) for name in attributes if hasattr(module, name)] or _EPSILONS
 
 
-def _agrees(module: nn.Module, other: nn.Module, shapes: Sequence[Sequence[int]]) -> bool:
+def _agrees(
+    module: nn.Module, other: nn.Module, shapes: Sequence[Sequence[int]], own: bool
+) -> bool:
     """Whether two layers compute the same on seeded inputs, all that both take, in evaluation and
     in training.
     """
@@ -206,7 +229,7 @@ def _agrees(module: nn.Module, other: nn.Module, shapes: Sequence[Sequence[int]]
     for dtype in (torch.float64, torch.float32):
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            values = _values(module, dtype)
+            values = _values(module, dtype, own)
             verdicts = {
                 _agrees_on((module, other), values, x, training)
                 for shape in shapes or _shapes(other)
@@ -249,24 +272,25 @@ def _shapes(layer: Any) -> list[tuple[int, ...]]:
 
 
 def _inputs(shape: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield a random tensor of a shape in two memory layouts: contiguous and transposed.
-
-    Some of its samples are so small that eps counts.
+    """Yield a random tensor of a shape in two memory layouts: contiguous, and transposed and so
+    small that eps counts, also where there is a single sample.
     """
     scale = 10 ** (4 * torch.rand(shape[0], *[1] * (len(shape) - 1), dtype=torch.float64) - 3)
     x = (scale * (torch.randn(*shape, dtype=torch.float64) + 0.5)).to(dtype)
     yield x
-    yield x.transpose(0, -1).contiguous().transpose(0, -1)
+    yield 1e-3 * x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def _values(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return random parameters and statistics for a layer, by name."""
+def _values(module: nn.Module, dtype: torch.dtype, own: bool) -> dict[str, Tensor]:
+    """Return random parameters and statistics for a layer, by name, or its own ones."""
     values = {}
     tensors = *module.named_parameters(recurse=False), *module.named_buffers(recurse=False)
     for name, tensor in tensors:
         shape = tensor.shape
         if not tensor.is_floating_point():
             values[name] = torch.zeros(shape, dtype=tensor.dtype)
+        elif own:
+            values[name] = tensor.detach().cpu().to(dtype)
         elif "var" in name:
             exponents = 6 * torch.rand(shape, dtype=torch.float64) - 5
             values[name] = (10**exponents).to(dtype)

@@ -222,6 +222,36 @@ def test_layers_of_a_class_whose_dictionaries_differ_are_proved_one_by_one() -> 
     assert [norm.status for norm in norms] == ["known", "unsupported"]
 
 
+class Capped(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight.clamp(max=7), self.bias)
+
+
+def test_parameters_for_which_a_layer_is_another_function_are_found() -> None:
+    layers = Capped(8), Capped(8)
+    nn.init.constant_(layers[1].weight, 9.0)
+    norms: list[Any] = [classify("", layer) for layer in layers]
+    assert [norm.status for norm in norms] == ["known", "unsupported"]
+
+
+class HiddenEpsNorm(nn.Module):  # a LayerNorm whose eps no attribute names
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-6)
+
+
+def test_a_single_sample_shows_the_eps() -> None:
+    for channels in range(8, 40):
+        model, _ = retrofit.convert(
+            nn.Sequential(HiddenEpsNorm(channels)), "lnn", inputs=torch.randn(1, 7, channels)
+        )
+        assert model[0].eps == 1e-6
+
+
 def test_a_foreign_class_with_the_name_of_our_layer_is_converted() -> None:
     namesake = type("FrozenBatchNorm", (FrozenBatchNorm2d,), {})
     model, _ = retrofit.convert(nn.Sequential(nn.Conv2d(3, 4, 1), namesake(4)), "frozen", inputs=X)
