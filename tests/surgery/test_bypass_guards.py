@@ -289,6 +289,29 @@ def test_a_network_that_evaluates_without_calling_its_norm_is_refused(
     retrofit.convert(model, to, skip="^bn", input_size=SIZE)
 
 
+class Reading(nn.Module):
+    """Multiplies by the parameters of a norm that it does not call, and asks another for a type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        self.read = nn.BatchNorm2d(8)
+        self.asked = nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.to(self.asked.weight.dtype))
+        gamma, beta = self.read.parameters()
+        return x * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
+
+
+def test_a_norm_whose_parameters_are_read_in_place_of_a_call_is_found_however_they_are_read() -> (
+    None
+):
+    with pytest.raises(RetrofitError, match="with the tensors of read and does not call it"):
+        retrofit.convert(Reading(), "bnn", input_size=SIZE)
+    retrofit.convert(Reading(), "bnn", skip="^read", input_size=SIZE)
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_constants_may_be_read_in_place_of_calling_their_layer(by_hand: bool) -> None:
     model, _ = retrofit.convert(Bypassing(by_hand), "frozen", input_size=SIZE)
