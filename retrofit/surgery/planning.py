@@ -82,6 +82,11 @@ class PlanRequest:
     source: Patterns = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """List what may be read once only: a conversion plans twice."""
+        for name in ("only", "skip", "source"):
+            object.__setattr__(self, name, _listed(getattr(self, name)))
+
 
 def plan_and_sites(
     model: nn.Module, norms: Sequence[NormLayer], functions: Sequence[str], request: PlanRequest

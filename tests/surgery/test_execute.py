@@ -83,6 +83,12 @@ def resnet18() -> nn.Module:
         return timm.create_model("resnet18")
 
 
+def test_patterns_that_can_be_read_once_are_recorded() -> None:
+    made = plan(resnet18(), "bnn", only=(name for name in [r"^layer1\."]))
+    assert made.options["only"] == [r"^layer1\."]
+    assert all(row.name.startswith("layer1.") for row in made.converted)
+
+
 def test_only_and_skip() -> None:
     made = plan(resnet18(), "bnn", only=r"^layer[12]\.", skip=[r"\.bn2$", "downsample"])
     assert [row.name for row in made.converted] == [
