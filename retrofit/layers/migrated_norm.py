@@ -95,7 +95,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         exact = {"eps": self.eps, "group_eps": self.group_eps}
         super()._apply(fn, recurse)
         for name, value in exact.items():
-            if self.get_buffer(name).itemsize < value.itemsize:
+            if self.get_buffer(name).itemsize < torch.float32.itemsize:
                 self._buffers[name] = value.to(self.gain.device)
         return self
 

@@ -147,11 +147,17 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
 
         Raises:
             RuntimeError: If the groups do not divide the channels.
+            ValueError: If the groups of a single sample hold one value each.
         """
         groups = self.num_groups
         if x.ndim < 2 or x.shape[1] % groups:
             raise RuntimeError(
                 f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}"
+            )
+        # As torch's, which would make a constant of them
+        if x.numel() == groups and x.shape[0] == 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {list(x.shape)}"
             )
         last = memory_format_of(x)
         is_last = last != torch.contiguous_format

@@ -339,3 +339,10 @@ def test_layers_do_not_follow_torchs_defaults(name: str) -> None:
     for key, value in wanted.items():
         assert got[key].dtype == value.dtype, key
         assert torch.equal(got[key], value), key
+
+
+def test_groups_of_one_value_are_refused_as_by_the_source() -> None:
+    x = torch.randn(1, 4)
+    for layer in (nn.GroupNorm(4, 4), layers.GroupNormalNorm(4, 4)):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            layer(x)

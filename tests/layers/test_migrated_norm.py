@@ -171,3 +171,9 @@ def test_the_gain_weighs_channels_by_gamma_and_leaves_a_group_its_power() -> Non
     assert off is not None
     torch.testing.assert_close(off[1].square() / off[0].square(), torch.tensor(0.005))
     assert group_gain(None, 2) is None
+
+
+def test_the_small_numbers_follow_every_type_but_half_ones() -> None:
+    norm = MigratedGroupNorm(2, 4)
+    assert norm.double().float().eps.dtype == torch.float32
+    assert norm.half().eps.dtype == torch.float32
