@@ -291,6 +291,7 @@ def test_names_and_classes_are_in_natural_order(tmp_path: Path) -> None:
         "b/10.png",
         "b/9.png",
         "B/1.png",
+        "cm2²/1.png",  # a raised 2 is no number
         "a10/x/1.JPG",
         "a9/1.png",
         "a9/notes.txt",
@@ -300,9 +301,11 @@ def test_names_and_classes_are_in_natural_order(tmp_path: Path) -> None:
         (tmp_path / "data" / name).touch()
     files = ImageFiles(tmp_path / "data")
     names = ["0.png", "a9/1.png", "a10/x/1.JPG", "B/1.png", "b/9.png", "b/10.png"]
+    names.append("cm2²/1.png")
     assert [files.filename(n) for n in range(len(files))] == names
-    assert files.classes == ["", "a9", "B", "b", "x"]
-    assert [files.classes[files[n][1]] for n in range(len(files))] == ["", "a9", "x", "B", "b", "b"]
+    assert files.classes == ["", "a9", "B", "b", "cm2²", "x"]
+    labels = ["", "a9", "x", "B", "b", "b", "cm2²"]
+    assert [files.classes[files[n][1]] for n in range(len(files))] == labels
 
 
 def test_a_link_to_the_folder_above_counts_nothing_twice(folder: Path, tmp_path: Path) -> None:
