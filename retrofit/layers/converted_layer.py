@@ -74,7 +74,11 @@ class ConvertedLayer(nn.Module):
         """Return a `cls` with this layer's settings, tensors, dropout and activation."""
         new = self._build_source(cls)
         for name in ("weight", "bias"):
-            new.register_parameter(name, getattr(self, name))
+            value = getattr(self, name)
+            # Pruning computes a tensor that is no parameter.
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                value = nn.Parameter(value.detach(), requires_grad=False)
+            new.register_parameter(name, value)
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             if name in self._buffers:
                 new._buffers[name] = self._buffers[name]

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
+import retrofit
 from retrofit import layers
 from retrofit.errors import RetrofitError
 from retrofit.layers.frozen_batch_norm import ConstantAffine
@@ -294,3 +296,11 @@ def test_a_class_with_a_forward_of_its_own_inherits_no_answers() -> None:
     torch.testing.assert_close(layer.inference_form()(x), layer(x))
     with pytest.raises(RetrofitError, match="nobody has said what a Doubled is"):
         layer.plain_layer()
+
+
+def test_a_pruned_layer_folds_at_strength_0() -> None:
+    layer = layers.GroupNormalNorm(2, C, strength=0.0).eval()
+    prune.random_unstructured(layer, "weight", 0.5)
+    x = torch.randn(2, C, 4, 4)
+    folded = retrofit.fold(nn.Sequential(layer), inputs=x)
+    torch.testing.assert_close(folded(x), layer(x))
