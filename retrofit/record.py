@@ -125,8 +125,9 @@ class Preprocess:
                 raise UsageError(f"no images have {name} {words}; mend the preprocessing")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes by name."""
-        return asdict(self)
+        """Return the attributes by name, as JSON has them: sequences are lists."""
+        values = asdict(self)
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Preprocess":

@@ -11,14 +11,19 @@ from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs, call_with
 from retrofit.layers.strength import StrengthMixin, check_strength, strength_layers
-from retrofit.record import network_in, set_record
+from retrofit.record import set_record
 from retrofit.surgery.bypass_detection import refuse_bypassed
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.functional_norms import functional_norms
-from retrofit.surgery.norm_layers import NormLayer, find_norms, proved_on_shapes
+from retrofit.surgery.norm_layers import NormLayer, proved_on_shapes
 from retrofit.surgery.plan_and_report import Plan, Report
-from retrofit.surgery.planning import Patterns, PlanRequest, plan_and_sites, refuse_constants
+from retrofit.surgery.planning import (
+    Patterns,
+    PlanRequest,
+    plan_and_sites,
+    refuse_constants,
+    source_of,
+)
 from retrofit.surgery.source_run import HALF, SourceRun, run_source
 from retrofit.utils.forward_pass import images_of
 from retrofit.utils.text import plural, shortlist
@@ -91,23 +96,22 @@ def convert(
     if images is not None:
         images = list(images_of(images))
     request = PlanRequest(to, only, skip, source, {**options, "calibrate": images})
-    network = network_in(model)
-    norms = list(find_norms(network))
-    functions = functional_norms(network, norms)
-    plan, sites = plan_and_sites(network, norms, functions, request)
-    names = [norm.name for norm in norms]
+    original = source_of(model)
+    network = original.network
+    plan, sites = plan_and_sites(original, request)
+    names = [norm.name for norm in original.norms]
     run = run_source(network, inputs, input_size, layers=names, images=images, whole=check)
     # The shapes of their inputs show what some layers are.
-    proved = proved_on_shapes(norms, run.shapes)
-    if proved != norms:
-        norms = proved
-        plan, sites = plan_and_sites(network, norms, functions, request)
+    norms = proved_on_shapes(original.norms, run.shapes)
+    if norms != original.norms:
+        original = replace(original, norms=norms)
+        plan, sites = plan_and_sites(original, request)
     if converter.changes_sets:
         refuse_constants(plan, norms, run.shapes)
     with unchanged_on_failure(network, norms):
         converted, report = execute(plan, converter, network, norms, sites)
         uncalled = _note_on_uncalled(plan, converted, run)
-        notes = (*report.notes, *functions, _note_on_earlier(norms), uncalled)
+        notes = (*report.notes, *original.functions, _note_on_earlier(norms), uncalled)
         report = replace(report, notes=tuple(filter(None, notes)))
         if check:
             report = _checked(report, converter, converted, run)

@@ -64,11 +64,8 @@ def plan(
             target's, an option is out of range, or a pattern does not compile.
         RetrofitError: If a pattern matches no layer, or nothing would be converted.
     """
-    network = network_in(model)
     request = PlanRequest(to, only, skip, source, options)
-    norms = list(find_norms(network))
-    functional = functional_norms(network, norms)
-    planned, _ = plan_and_sites(network, norms, functional, request)
+    planned, _ = plan_and_sites(source_of(model), request)
     return planned
 
 
@@ -88,15 +85,37 @@ class PlanRequest:
             object.__setattr__(self, name, _listed(getattr(self, name)))
 
 
-def plan_and_sites(
-    model: nn.Module, norms: Sequence[NormLayer], functions: Sequence[str], request: PlanRequest
-) -> tuple[Plan, Sites | None]:
-    """Plan for the layers that were found in `model`.
+@dataclass(frozen=True)
+class Source:
+    """A network that is about to be converted.
 
-    Args:
-        model: The network.
+    Attributes:
+        network: The network, without wrappers.
         norms: Its normalization layers.
         functions: Sentences on normalizations that its code calls as functions.
+    """
+
+    network: nn.Module
+    norms: Sequence[NormLayer]
+    functions: Sequence[str]
+
+
+def source_of(model: nn.Module) -> Source:
+    """Find the normalizations of a network, or of the one that a wrapper holds.
+
+    Raises:
+        UsageError: If `model` is not a network.
+    """
+    network = network_in(model)
+    norms = list(find_norms(network))
+    return Source(network, norms, functional_norms(network, norms))
+
+
+def plan_and_sites(source: Source, request: PlanRequest) -> tuple[Plan, Sites | None]:
+    """Plan for the layers that were found in a network.
+
+    Args:
+        source: The network.
         request: What the caller asks for.
 
     Returns:
@@ -107,6 +126,7 @@ def plan_and_sites(
         UsageError: As for `plan`.
         RetrofitError: As for `plan`.
     """
+    norms = source.norms
     converter = converter_for(request.to)
     target = target_named(request.to)
     options = ConversionOptions(**request.options)
@@ -125,7 +145,7 @@ def plan_and_sites(
             rows[norm.name] = norm.row(norm.status, norm.reason)
         else:
             undecided.append(norm)
-    decisions, edits, sites = converter.plan(model, undecided, options)
+    decisions, edits, sites = converter.plan(source.network, undecided, options)
     rows.update({row.name: row for row in decisions})
 
     layers = tuple(rows[norm.name] for norm in norms)
@@ -137,7 +157,7 @@ def plan_and_sites(
     }
     plan = Plan(request.to, layers, record, tuple(edits))
     if not plan.converted:
-        raise RetrofitError(_nothing_to_convert(norms, functions, plan))
+        raise RetrofitError(_nothing_to_convert(norms, source.functions, plan))
     _refuse_without_activations(plan, converter, sites)
     return plan, sites
 
