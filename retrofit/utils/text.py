@@ -50,8 +50,11 @@ def one_line(error: BaseException, limit: int = 240) -> str:
     """Return an exception's message on one line of at most `limit` characters; its class where it
     has none.
     """
-    message = " ".join(str(error)[: 8 * limit].split())
-    return printable(message or type(error).__name__, limit)
+    message = printable(" ".join(str(error)[: 8 * limit].split())) or type(error).__name__
+    if len(message) <= limit:
+        return message
+    # An error says the most in its first words; torch's end in addresses.
+    return message[: limit - 3] + "..."
 
 
 def with_class(error: BaseException, limit: int = 240) -> str:
