@@ -88,6 +88,9 @@ def _noisy(label: str, noise: float, ours: bool = True, to: str = "bnn", **optio
 ARMS = {
     "bn": Arm("BatchNorm, batch statistics"),
     "bn-precise": Arm("BatchNorm, then PreciseBN", precise=True),
+    "bn-norms": Arm(
+        "BatchNorm, batch statistics, norms and last layer trained", trained="norms and head"
+    ),
     "bn-frozen": Arm("BatchNorm, frozen statistics, affine trained", frozen=True),
     "bn-frozen-std": Arm(
         "BatchNorm, frozen statistics, each picture standardized", frozen=True, standardized=True

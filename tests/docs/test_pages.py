@@ -213,7 +213,7 @@ FIGURES: list[tuple[str, int, Any]] = [
     *(
         ("ln", 1, LEFT),
         ("ln", 0, LEFT),
-        (BN, 0, CLIENTS),
+        ("BatchNorm, batch statistics, norms and last layer trained", 0, CLIENTS),
         ("frozen, norms and last layer trained", 0, CLIENTS),
         (BN, 4, MAIN),
         (FROZEN, 4, MAIN),
@@ -293,21 +293,24 @@ def test_the_gains_over_the_last_layer_alone_are_the_recorded_ones() -> None:
 
 
 def test_the_gains_in_federated_averaging_are_the_recorded_ones() -> None:
-    gains = []
-    for part in (RESULTS / "federated.md").read_text().split("Paired differences")[1:]:
+    """Of `frozen` over BatchNorm and over the last layer alone, norms and last layer trained."""
+    gains = {}
+    for network, part in enumerate((RESULTS / "federated.md").read_text().split("Paired diff")[1:]):
         head = re.search(r"^\| top-1 minus that of (.*)$", part, re.M)
         row = re.search(r"^\| .*\(frozen-norms\) (.*)$", part, re.M)
         assert head
         assert row
         arms = [cell.strip() for cell in head[1].split("|")]
         differences = [cell.strip() for cell in row[1].split("|")]
-        gains.append(differences[arms.index("probe")].removeprefix("+").partition(" /")[0])
-    assert len(gains) == 2
+        for arm in ("bn-norms", "probe"):
+            gain = differences[arms.index(arm)].removeprefix("+").partition(" /")[0]
+            gains[arm, network] = gain
+    assert len(gains) == 4
     docs = ROOT / "docs"
     for page in (docs / "evidence.md", docs / "guides" / "federated.md"):
-        assert all(gain in page.read_text() for gain in gains), page
+        assert all(gain in page.read_text() for gain in gains.values()), page
     readme = PAGES[0].read_text()
-    assert all(gain.partition(" ")[0] in readme for gain in gains)
+    assert all(gains["bn-norms", n].partition(" ")[0] in readme for n in (0, 1))
 
 
 @pytest.mark.parametrize(

@@ -182,8 +182,10 @@ def test_a_hostile_recipe_is_one_short_line(tmp_path: Path, text: str, pattern: 
     path.write_text(text)
     with pytest.raises(RetrofitError, match=pattern) as caught:
         load_recipe(path, {})
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) <= 650
+    message = str(caught.value)
+    assert message.isprintable()
+    # The folder of a test's files may have a long name.
+    assert len(message.replace(str(tmp_path), "")) <= 600
 
 
 def test_what_is_not_there_or_no_file_is_not_read(tmp_path: Path) -> None:
