@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn
@@ -90,16 +91,23 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     Raises:
         UsageError: If the network is in evaluation mode or wrapped by Opacus, trains no parameter,
             or the batch holds fewer than 3 samples or only equal ones.
-        RetrofitError: If the network does not take the inputs, gives no output per sample, or is
-            random beyond torch's seed; with `strict`, if a gradient depends on companions.
+        RetrofitError: If the network does not take the inputs, gives no output per sample, has
+            only gradients of 0, or is random beyond torch's seed; with `strict`, if a gradient
+            depends on companions.
     """
     calls = example_calls(model, inputs)
     call = calls[0]
     _refuse_what_cannot_be_measured(model, call)
     network = copied(model)
     count = min(_SAMPLES, call.batch)
+    if not any(_gradient(network, call, sample).any() for sample in range(count)):
+        raise RetrofitError(
+            "every gradient is 0 and shows nothing of what mixes the samples; check the network "
+            "once it has learned something, or with random weights where they are 0"
+        )
     gradient_changes = [_gradient_change(network, call, sample) for sample in range(count)]
-    change = max(gradient_changes)
+    # NaN among them is the largest here; Python's max may pass over it.
+    change = float(np.max(gradient_changes))
     changes = {}
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:

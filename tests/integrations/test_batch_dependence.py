@@ -140,6 +140,34 @@ def test_mappings_of_inputs_and_outputs(norm: nn.Module, passed: bool) -> None:
     assert list(result.modules) == ([] if passed else ["norm"])
 
 
+class AllButTheFirst(nn.Module):
+    """Mixes all samples but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(192, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, others = x.flatten(1).split([1, len(x) - 1])
+        return self.layer(torch.cat([first, others - others.mean(0) / 2]))
+
+
+def test_gradients_that_overflow_pass_nothing() -> None:
+    """The difference of infinities is NaN, which comes after the first sample's 0 here."""
+    torch.manual_seed(0)
+    inputs = X.clone()
+    inputs[1:] *= 3000
+    result = retrofit.opacus.check(AllButTheFirst().half(), inputs.half())
+    assert not result.passed
+
+
+def zeroed(norm: nn.Module) -> nn.Module:
+    model = with_frozen_parameters(norm)
+    nn.init.zeros_(model[-1].weight)
+    model[-1].requires_grad_(False)
+    return model
+
+
 class Unseeded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +186,7 @@ class Unseeded(nn.Module):
         (network(nn.Identity()), X[:1].repeat(4, 1, 1, 1), UsageError, "not all equal"),
         (nn.Sequential(nn.Flatten()), X, UsageError, "no parameter of the network is trained"),
         (nn.Conv2d(4, 2, 1), X, RetrofitError, "did not take the `inputs`"),
+        (zeroed(nn.BatchNorm2d(8)), X, RetrofitError, "every gradient is 0"),
         (Unseeded(), X, RetrofitError, "another gradient each time"),
     ],
 )
