@@ -222,9 +222,9 @@ def _members(file: IO[bytes] | None, folder: str, start: int) -> Iterator[tuple[
     extents: dict[str, Extent] = {}
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for member in tar:
-            name = os.path.normpath(member.name)
+            name = _inside(member.name)
             extents[name] = _extent_of(member, start, extents)
-            path = os.path.normpath(os.path.join(folder, name))
+            path = os.path.join(folder, name)
             if _is_image(name):
                 yield path, extents[name]
             elif member.isreg() and name.lower().endswith(".tar"):
@@ -239,12 +239,17 @@ def _members(file: IO[bytes] | None, folder: str, start: int) -> Iterator[tuple[
             raise tarfile.ReadError(f"damaged at byte {start + tar.offset:,}")
 
 
+def _inside(name: str) -> str:
+    """Return a path inside a tar; what begins with "/" or ".." stands in it too."""
+    return os.path.normpath(f"/{name}").lstrip("/")
+
+
 def _extent_of(member: tarfile.TarInfo, start: int, extents: dict[str, Extent]) -> Extent:
     """Return the extent of a member of a tar that begins at byte `start`; `extents` are those of
     the members before it, by name.
     """
     if member.islnk():
-        return extents.get(os.path.normpath(member.linkname), _EMPTY)
+        return extents.get(_inside(member.linkname), _EMPTY)
     if member.isreg() and not member.issparse():
         return start + member.offset_data, member.size
     return _EMPTY

@@ -425,6 +425,17 @@ def test_a_tar_of_tars_has_a_class_each_and_links_have_what_they_link_to(
     assert_same_images(tmp_path / "all.tar", folder)
 
 
+@pytest.mark.parametrize("above", ["/", "../", "./"])
+def test_tars_in_a_tar_keep_their_images_apart(tmp_path: Path, above: str) -> None:
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        for name in ("bee", "ant"):
+            path = tar_of(tmp_path, member(f"{above}0.png"), hard_link("1.png", f"{above}0.png"))
+            tar.add(path, f"{above}val/{name}.tar")
+    data = open_images(tmp_path / "all.tar", split="val")
+    assert len(data.images) == 4
+    assert data.names == ("ant", "bee")
+
+
 def file_of(name: str, content: bytes) -> Callable[[Path], Path]:
     def make(place: Path) -> Path:
         (place / name).write_bytes(content)
