@@ -43,11 +43,14 @@ _PARTS_OF_DETECTORS = (
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, and the submodule that is called: empty for the network itself."""
+    """The arguments of one call, the submodule that is called (empty for the network itself), and
+    the seed of its random numbers.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     stage: str = ""
+    seed: int = 0
 
     def on(self, model: Any) -> Any:
         """Call a network with copies of the tensors, which it may overwrite.
@@ -60,7 +63,7 @@ class Call:
             module = model.get_submodule(self.stage)
         device = next((tensor.device for tensor in copies.tensors), torch.device("cpu"))
         with forked_random_state(device):
-            torch.manual_seed(0)
+            torch.manual_seed(self.seed)
             return module(*copies.args, **copies.kwargs)
 
     @property

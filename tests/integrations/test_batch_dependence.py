@@ -161,6 +161,21 @@ def test_gradients_that_overflow_pass_nothing() -> None:
     assert not result.passed
 
 
+class Sometimes(Centred):
+    """Mixes the samples in four of ten batches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.rand(()) < 0.4:
+            return super().forward(x)
+        return self.last(self.first(x.flatten(1)))
+
+
+def test_what_mixes_at_times_is_found_though_the_first_seed_spares_it() -> None:
+    result = retrofit.opacus.check(nn.Sequential(Sometimes()), X)
+    assert not result.passed
+    assert list(result.modules) == ["0"]
+
+
 def zeroed(norm: nn.Module) -> nn.Module:
     model = with_frozen_parameters(norm)
     nn.init.zeros_(model[-1].weight)
