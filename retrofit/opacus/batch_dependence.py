@@ -75,8 +75,9 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     Each of the first samples is run in its batch, and again among other companions. If no sample
     mixes with others, the gradient of its loss stays the same. Otherwise Opacus's privacy guarantee
     does not hold, whether or not the layer that mixes them is trained. A network that passes may
-    still be trained without the guarantee: nothing is measured of sampling, noise or clipping, and
-    four seeds may miss what mixes the samples seldom.
+    still be trained without the guarantee: nothing is measured of sampling, noise or clipping, nor
+    of buffers that carry something of a batch to later ones, and four seeds may miss what mixes the
+    samples seldom.
 
     Args:
         model: The network as your loop trains it, before `make_private`: in training mode, and with
@@ -101,15 +102,16 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     _refuse_what_cannot_be_measured(model, call)
     network = copied(model)
     count = min(_SAMPLES, call.batch)
-    if not any(_gradient(network, call, sample).any() for sample in range(count)):
-        raise RetrofitError(
-            "every gradient is 0 and shows nothing of what mixes the samples; check the network "
-            "once it has learned something, or with random weights where they are 0"
-        )
     gradient_changes = [_gradient_change(network, call, sample) for sample in range(count)]
     # NaN among them is the largest here; Python's max may pass over it.
     largest = int(np.argmax(gradient_changes))
     change = gradient_changes[largest]
+    is_zero = change == 0
+    if is_zero and not any(_gradient(network, call, sample).any() for sample in range(count)):
+        raise RetrofitError(
+            "every gradient is 0 and shows nothing of what mixes the samples; check the network "
+            "once it has learned something, or with random weights where they are 0"
+        )
     changes = {}
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:

@@ -177,10 +177,9 @@ def test_what_mixes_at_times_is_found_though_the_first_seed_spares_it() -> None:
 
 
 def zeroed(norm: nn.Module) -> nn.Module:
-    model = with_frozen_parameters(norm)
-    nn.init.zeros_(model[-1].weight)
-    model[-1].requires_grad_(False)
-    return model
+    last = nn.Linear(4, 2).requires_grad_(False)
+    nn.init.zeros_(last.weight)
+    return nn.Sequential(with_frozen_parameters(norm), last)
 
 
 class Unseeded(nn.Module):
@@ -193,6 +192,18 @@ class Unseeded(nn.Module):
         return self.layer(x.flatten(1)) * self.calls
 
 
+class Remembering(Centred):
+    """Subtracts the mean of the batch before."""
+
+    mean: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x.flatten(1))
+        centred = h - self.mean
+        self.mean = h.mean(0).detach()
+        return self.last(centred)
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "error", "words"),
     [
@@ -203,6 +214,7 @@ class Unseeded(nn.Module):
         (nn.Conv2d(4, 2, 1), X, RetrofitError, "did not take the `inputs`"),
         (zeroed(nn.BatchNorm2d(8)), X, RetrofitError, "every gradient is 0"),
         (Unseeded(), X, RetrofitError, "another gradient each time"),
+        (Remembering(), X, RetrofitError, "another gradient each time"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
