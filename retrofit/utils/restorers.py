@@ -130,7 +130,7 @@ def content_restorer(container: Any) -> Undo:
 
 def container_class(container: Any) -> Any:
     """Return the class of `READERS` that a container is of."""
-    return next(cls for cls in READERS if isinstance(container, cls))
+    return next(cls for cls in type(container).__mro__ if cls in READERS)
 
 
 def _read_dict(cls: Any) -> Reader:
