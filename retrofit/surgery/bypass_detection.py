@@ -66,11 +66,7 @@ def _reads(model: nn.Module, call: Call, layers: Iterable[Any], outputs: Sequenc
     """Whether NaN in the tensors of some layers, for the time of a run, changes the outputs."""
     before = [(layer, layer._parameters, layer._buffers) for layer in layers]
     for layer, parameters, buffers in before:
-        nan = [
-            {name: _nan_like(value) for name, value in tensors.items()}
-            for tensors in (parameters, buffers)
-        ]
-        vars(layer).update(zip(("_parameters", "_buffers"), nan, strict=True))
+        vars(layer).update(_parameters=_nan_in(parameters), _buffers=_nan_in(buffers))
     try:
         others = _outputs(model, call)
     # The network's own code may raise anything on NaN.
@@ -80,6 +76,10 @@ def _reads(model: nn.Module, call: Call, layers: Iterable[Any], outputs: Sequenc
         for layer, parameters, buffers in before:
             vars(layer).update(_parameters=parameters, _buffers=buffers)
     return len(others) != len(outputs) or any(map(largest_gap, outputs, others))
+
+
+def _nan_in(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {name: _nan_like(value) for name, value in tensors.items()}
 
 
 def _nan_like(value: Tensor | None) -> Tensor | None:

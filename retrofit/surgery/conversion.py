@@ -116,8 +116,7 @@ def convert(
         if check:
             report = _checked(report, converter, converted, run)
         new_layers = _new_layers(converted, norms)
-        _set_strength(new_layers, 1.0)
-        report = _with_agreement(report, converted, run)
+        report = _with_agreement(report, converted, new_layers, run)
         _set_strength(new_layers, strength or 0.0)
         report = _at_strength(report, strength, converted, run)
     size = _size_of_samples(inputs, input_size)
@@ -214,10 +213,15 @@ def _checked(report: Report, converter: Converter, converted: nn.Module, run: So
     return replace(report, notes=(*report.notes, f"not checked: {reason}"))
 
 
-def _with_agreement(report: Report, converted: nn.Module, run: SourceRun) -> Report:
-    """Return the report with the number of images whose prediction stays the same."""
+def _with_agreement(
+    report: Report, converted: nn.Module, layers: Iterable[StrengthMixin], run: SourceRun
+) -> Report:
+    """Return the report with the number of images whose prediction stays the same at strength 1,
+    which is left in the new layers.
+    """
     if run.predictions is None:
         return report
+    _set_strength(layers, 1.0)
     share = run.predictions.compare(converted).top1_agreement
     if share is None:
         return report

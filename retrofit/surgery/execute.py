@@ -81,9 +81,9 @@ def _check_layers(plan: Plan, norms: Sequence[NormLayer]) -> None:
     actual = {norm.name: norm.label for norm in norms}
     names = {**planned, **actual}
     for name in names:
-        in_plan = planned.get(name, "absent")
-        here = actual.get(name, "absent")
-        if in_plan != here:
+        if planned.get(name) != actual.get(name):
+            in_plan = planned.get(name, "absent")
+            here = actual.get(name, "absent")
             raise RetrofitError(
                 f"the plan was made for another model: {name!r} is {in_plan} in the plan "
                 f"and {here} here; make a new plan"

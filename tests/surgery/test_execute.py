@@ -3,6 +3,7 @@ all, checked.
 """
 
 import copy
+import dataclasses
 import json
 import re
 from typing import Any
@@ -178,6 +179,15 @@ def test_a_plan_for_another_model_is_refused() -> None:
     ):
         with pytest.raises(RetrofitError, match="another model: here no activation follows bn1"):
             apply(plan(made_for, "gn-pn"), other)
+
+
+def test_a_plan_for_a_layer_that_is_not_there_is_refused_whatever_its_class_is_called() -> None:
+    model = mixed()
+    made = plan(model, "bnn")
+    gone = dataclasses.replace(made.layers[0], name="gone", source="absent")
+    made = dataclasses.replace(made, layers=(*made.layers, gone))
+    with pytest.raises(RetrofitError, match="another model: 'gone' is absent in the plan"):
+        apply(made, model)
 
 
 class Net(
