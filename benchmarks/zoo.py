@@ -31,6 +31,20 @@ COUNTS = ["layers", "converted", "kept", "unsupported", "proxied", "left"]
 FIELDS = ["model", *COUNTS, "params", "seconds", "reasons", "error"]
 
 
+# Why activations are left, in the words of docs/coverage.md, by what their reasons say
+WHY_LEFT = {
+    "inside a squeeze-excite": "inside a squeeze-excite",
+    "after a residual": "after a residual addition",
+    "no norm before": "no norm before it",
+    "not directly after its norm": "the norm feeds more than the activation, or a gate",
+    "after a product|after a concatenation": "after a product or a concatenation",
+    "never called": "never called by the model",
+    "behind a norm, past": "its channels are moved in between",
+    "holds none of the norms": "in a part without BatchNorm",
+    "its norm, .* is not one of those": "after a norm that is not converted",
+}
+
+
 def names() -> list[str]:
     """Every architecture, torchvision's as tv:NAME."""
     import timm
@@ -157,11 +171,25 @@ def summary(rows: list[dict[str, Any]], to: str) -> list[str]:
             models[text] += 1
             layers[text] += int(count)
     reasons = [(text, f"{layers[text]:,}", n) for text, n in models.most_common(25)]
-    return [
+    lines = [
         *markdown([f"to {to}", ""], table),
         "",
         *markdown(["not converted, and why", "layers", "architectures"], reasons),
     ]
+    if total["left"]:
+        lines += ["", *markdown(["activations left, and why", ""], left(layers))]
+    return lines
+
+
+def left(reasons: Counter[str]) -> list[tuple[object, ...]]:
+    """Return how many activations are left for which kind of reason, most first."""
+    kinds: Counter[str] = Counter()
+    for text, count in reasons.items():
+        _, mark, reason = text.partition(" left: ")
+        if mark:
+            kind = next((why for part, why in WHY_LEFT.items() if re.search(part, reason)), reason)
+            kinds[kind] += count
+    return [(kind, f"{count:,}") for kind, count in kinds.most_common()]
 
 
 def surveyed(names: list[str], to: str, workers: int | None) -> list[dict[str, Any]]:

@@ -255,6 +255,22 @@ def test_the_figures_of_readme_and_the_first_page_are_the_recorded_ones() -> Non
     )
 
 
+def test_the_figures_of_all_architectures_are_the_recorded_ones() -> None:
+    page = (ROOT / "docs" / "coverage.md").read_text()
+    recorded = (RESULTS / "zoo-gn-pn.md").read_text()
+    left = recorded.partition("| activations left, and why |  |\n|---|---|\n")[2]
+    assert left
+    assert left.strip() in page
+    converted = re.search(r"converted / kept / unsupported \| ([\d,]+)", recorded)
+    architectures = re.search(r"converted and none unsupported \| (\d+)", recorded)
+    proxied = re.search(r"proxied / left \| ([\d,]+)", recorded)
+    assert converted
+    assert architectures
+    assert proxied
+    line = page[page.index("`benchmarks/zoo.py --to gn-pn`") :].partition("\n\n")[0]
+    assert all(found[1] in line for found in (converted, architectures, proxied))
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["before-training", "features", "privacy"])
 def test_the_numbers_on_a_picture_are_the_recorded_ones(name: str, theme: str) -> None:
