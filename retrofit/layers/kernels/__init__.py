@@ -88,11 +88,12 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
 
 def triton_for(x: Tensor) -> ModuleType | None:
     """Return Triton's kernels where they are chosen for `x`, else None."""
+    # First, for a compiler does not follow what comes after
+    if not fits(x):
+        return None
     # Not asked in vain, for the answer may take a compiler's time
     possible = x.is_cuda or _under_test.get() is not None or _named() == "triton"
-    if not possible or not fits(x) or not choose(x).READS_STRENGTH:
-        return None
-    return triton_kernels()
+    return triton_kernels() if possible and choose(x).READS_STRENGTH else None
 
 
 @torch.compiler.assume_constant_result
