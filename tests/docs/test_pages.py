@@ -349,7 +349,9 @@ def test_the_gains_where_a_network_fits_are_the_recorded_ones(
     assert f"5,000 images | {' | '.join(cells)} |" in guide
     assert of_noise in guide
     readme = PAGES[0].read_text()
-    kit = " ".join(readme[readme.index("A research kit") : readme.index("Is it for me")].split())
+    kit = " ".join(
+        readme[readme.index("## Normality") : readme.index("## Other situations")].split()
+    )
     assert all(gain in kit for gain in (of_noise, of_all, of_transform))
     appendix = (ROOT / "docs" / "appendix" / "paper-checks.md").read_text()
     for name in (plain, noise, both):
