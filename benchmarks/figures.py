@@ -137,7 +137,7 @@ def features(figure: Figure) -> None:
 
 
 PRIVATE = {
-    "Opacus's GroupNorm, norms and last layer": ("Opacus's own fixer, 4 epochs", TODAY),
+    "Opacus's GroupNorm, norms and last layer": ("Opacus's GroupNorm, 4 epochs", TODAY),
     HEAD: ("last layer alone, 4 epochs", BASELINE),
     "longer": ("last layer alone, 10 epochs", "#c9d1d9"),
     "ln, norms and last layer": ("retrofit ln, 4 epochs", "#79b8ff"),
