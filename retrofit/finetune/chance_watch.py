@@ -32,6 +32,7 @@ class ChanceWatch:
         self._classes = classes
         self._untrained = untrained
         self._in_a_row = 0
+        self._has_warned = False
 
     def warning(
         self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]
@@ -49,7 +50,7 @@ class ChanceWatch:
         epoch = row["epoch"]
         top1 = row["val_top1"]
         loss = row["val_loss"]
-        if loss is None or classes is None:
+        if self._has_warned or loss is None or classes is None:
             return None
         is_last = epoch >= recipe.epochs
         is_early = epoch < max(2, recipe.warmup + 1)
@@ -59,11 +60,10 @@ class ChanceWatch:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        # A rising strength may cost accuracy for an epoch. The warning is given once.
-        is_second = self._in_a_row == 2
-        is_first_and_last = is_last and self._in_a_row == 1
-        if not (is_second or is_first_and_last):
+        # A rising strength may cost accuracy for an epoch.
+        if self._in_a_row < 2 and not is_last:
             return None
+        self._has_warned = True
         collapsed = any(all_alike(model, some) for some in few)
         why = explanation(recipe, self._steps, collapsed, self._untrained)
         figures = f"top-1 {top1:.1f}% of {classes} classes, loss {loss:.2f}"

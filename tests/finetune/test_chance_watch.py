@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from retrofit.finetune.chance_watch import all_alike, at_chance, explanation
+from retrofit.finetune.chance_watch import ChanceWatch, all_alike, at_chance, explanation
 from retrofit.finetune.recipe import Recipe
 from tests.finetune.conftest import Listener, Train, small_network
 
@@ -51,6 +51,16 @@ def test_answers_that_are_alike() -> None:
 )
 def test_the_cause(steps: int, collapsed: bool, untrained: bool, said: str) -> None:
     assert said in explanation(Recipe(), steps, collapsed, untrained)
+
+
+def test_a_run_that_falls_back_to_chance_is_warned_of_once() -> None:
+    watch = ChanceWatch(Recipe(epochs=9, warmup_epochs=1), 100, 10, untrained=False)
+    warned = []
+    for epoch, top1 in enumerate((10.0, 10.0, 10.0, 50.0, 10.0, 10.0, 10.0, 50.0, 10.0), 1):
+        row = {"epoch": epoch, "val_top1": top1, "val_loss": math.log(10)}
+        if watch.warning(row, 300, nn.Identity(), iter(())):
+            warned.append(epoch)
+    assert warned == [3]
 
 
 def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:
