@@ -12,7 +12,7 @@ import pytest
 import timm
 import torch
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 
 import retrofit
 from retrofit.attack import Attack
@@ -152,6 +152,31 @@ def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
     ]
     assert figures[0] == pytest.approx(figures[1], abs=1e-4)
     assert [entry.top1 for entry in found.input_noise] == [entry.top1 for entry in one.input_noise]
+
+
+class _Routed(nn.Module):
+    """Calls a norm for few images alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.BatchNorm2d(3)
+        self.many = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.many
+        if len(x) < 4:
+            norm = self.few
+        return norm(x) + self.many(x)
+
+
+def test_a_layer_that_these_batches_do_not_call_is_left_out() -> None:
+    model = _Routed()
+    found = diagnose(model, batches(), **SMALL)
+    assert [layer.name for layer in found.layers] == ["many"]
+    assert found.unmeasured == ("few",)
+    model.many = nn.Identity()
+    with pytest.raises(RetrofitError, match="calls none of its normalization layers on these"):
+        diagnose(model, batches(), **SMALL)
 
 
 (UNCALLED := nn.Tanh()).never_called = nn.BatchNorm2d(3)
