@@ -177,17 +177,21 @@ class ImageData:
         if class_map is not None:
             matched = "class map"
             labels = list(read_class_map(class_map))
-            lacking = [name for name in classes if name not in labels]
-            if lacking:
-                ours = plural(len(classes), "class")
-                raise RetrofitError(
-                    f"{len(lacking)} of the data's {ours} are not in {class_map} "
-                    f"({shortlist(lacking)}); use the class map that names the data's "
-                    "folders"
-                )
-        elif labels is None or not set(classes) <= set(labels):
+        if labels is None:
             return self
-        targets = [labels.index(name) for name in classes]
+        # Of outputs with the same name, the first.
+        outputs = {name: output for output, name in reversed([*enumerate(labels)])}
+        lacking = [name for name in classes if name not in outputs]
+        if lacking and class_map is None:
+            return self
+        if lacking:
+            ours = plural(len(classes), "class")
+            raise RetrofitError(
+                f"{len(lacking)} of the data's {ours} are not in {class_map} "
+                f"({shortlist(lacking)}); use the class map that names the data's "
+                "folders"
+            )
+        targets = [outputs[name] for name in classes]
         self.images.target_transform = targets.__getitem__
         return replace(self, outputs=max(targets) + 1, matched=matched, names=tuple(labels))
 

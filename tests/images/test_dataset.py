@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,26 @@ def test_class_maps_that_would_shift_the_outputs(
 ) -> None:
     with refused(rf"the class map .*/map.txt has {message}"):
         open_images(folder, class_map=class_map(tmp_path, content))
+
+
+def test_a_class_map_of_many_classes_is_read_once(tmp_path: Path) -> None:
+    """ImageNet-22k's names, compared with one another, would take seconds."""
+    compared: list[object] = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str(self) == other
+
+    names = [f"n{number:04d}" for number in range(500)]
+    data = module.ImageData(
+        SimpleNamespace(), classes=500, names=tuple(Name(name) for name in reversed(names))
+    )
+    mapped = data.mapped(class_map(tmp_path, "\n".join(names)))
+    assert [mapped.images.target_transform(target) for target in (0, 499)] == [499, 0]
+    assert len(compared) < 5000
 
 
 def test_a_class_map_for_classes_without_names(
