@@ -56,12 +56,13 @@ def _mixed_precision(recipe: Recipe, on_cpu: bool) -> str:
 
 def _refuse_missing_trackers(names: list[str]) -> None:
     present = [str(name) for name in get_available_trackers()]
-    missing = [name for name in names if name not in present]
-    if missing:
-        raise UsageError(
-            f"`log_with={missing[:1]!r}` is no tracker of accelerate here "
-            f"(installed here: {', '.join(present)}); install it"
-        )
+    installed = ", ".join(present) or "none"
+    for name in names:
+        if name not in present:
+            raise UsageError(
+                f"`log_with={name!r}` is no tracker of accelerate here "
+                f"(installed here: {installed}); install it"
+            )
 
 
 def summed(figures: list[float], accelerator: Accelerator) -> list[float]:

@@ -217,7 +217,7 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
         ),
         (f"finetune {NET} --lr -1 --opt sdg --epochs x", 2, "3 mistakes in the settings"),
         (f"finetune {NET} {DATA} --device tpu", 2, "cannot use --device tpu"),
-        (f"finetune {NET} {DATA} --log-with nothing", 2, "is no tracker"),
+        (f"finetune {NET} {DATA} --log-with nothing", 2, "--log-with nothing is no tracker"),
         ("finetune --resume nowhere", 1, "no run to resume in nowhere"),
         ("finetune --resume pictures --lr 1 --momentum 0", 2, "drop --lr, --momentum"),
         (f"finetune {NET} --resume pictures -o out", 2, "drop MODEL, --output"),
