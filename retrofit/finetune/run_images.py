@@ -20,7 +20,7 @@ from retrofit.images.dataset import (
     open_images,
     split_of,
 )
-from retrofit.utils.text import shortlist
+from retrofit.utils.text import shortlist, shown
 
 UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"
 # The fraction to validate on where the data has no such split and the recipe names no fraction.
@@ -54,7 +54,8 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
         UsageError: If the data has no such split, or is a stream.
         RetrofitError: If the images cannot be read, have a single class, or leave none for a split.
     """
-    train = _open_split(recipe, _train_split(recipe), channels)
+    train_split = _train_split(recipe)
+    train = _open_split(recipe, train_split, channels)
     if isinstance(train.images, IterableDataset):
         raise UsageError(
             f"{recipe.dataset} is a stream, in which no run can be resumed; unpack it, or use hfds/"
@@ -71,6 +72,12 @@ def open_data(recipe: Recipe, labels: Sequence[str] | None, channels: int) -> Im
     if isinstance(val_split, float):
         train, val = _hold_out(train, val_split, recipe.seed)
     else:
+        if train_split == val_split or "." in (train_split, val_split):
+            notes += (
+                f"warning: the splits {shown(train_split)} and {shown(val_split)} share images, so "
+                "that the run is validated on what it trains on; give `val_split` another one, or "
+                "a fraction",
+            )
         val = _open_split(recipe, val_split, channels, names)
         _refuse_other_classes(recipe, names, val)
     return Images(train, val, names, notes)
@@ -109,7 +116,8 @@ def _train_split(recipe: Recipe) -> str:
     if isinstance(val_split, str) and has_split(recipe.data_dir, recipe.dataset, val_split):
         # All of the data would hold what is validated on.
         default = None
-    return split_of(recipe.data_dir, recipe.dataset, recipe.train_split, default, "train_split")
+    advice = "give `train_split` the name of one"
+    return split_of(recipe.data_dir, recipe.dataset, recipe.train_split, default, advice)
 
 
 def _val_split(recipe: Recipe) -> str | float:
@@ -119,7 +127,8 @@ def _val_split(recipe: Recipe) -> str | float:
         return split
     if split in TO_VALIDATE and not has_split(recipe.data_dir, recipe.dataset, split):
         return _HELD_OUT
-    return split_of(recipe.data_dir, recipe.dataset, split, None, "val_split")
+    advice = "give `val_split` the name of one, or a fraction"
+    return split_of(recipe.data_dir, recipe.dataset, split, None, advice)
 
 
 def _keeps_classifier(recipe: Recipe, train: ImageData, labels: Sequence[str] | None) -> bool:

@@ -226,7 +226,7 @@ def split_of(
     dataset: str,
     split: str,
     default: str | None,
-    setting: str = "split",
+    advice: str = "give `split` the name of one, or `split='.'` for all of the data",
 ) -> str:
     """Return a split of the data: the one that is asked for, or "." for the default of a folder or
     tar without splits.
@@ -236,7 +236,7 @@ def split_of(
         dataset: As for `open_images`.
         split: The split that is asked for.
         default: The name that is asked for where the user gives none; None for no such name.
-        setting: What the user calls the split.
+        advice: What to do where there is none of that name.
 
     Raises:
         UsageError: If the data has no such split.
@@ -249,9 +249,7 @@ def split_of(
     problem = f"the data has no split {shown(split)}"
     if others:
         problem += f", but {shortlist(others)}"
-    raise UsageError(
-        f"{problem}; give `{setting}` the name of one, or `{setting}='.'` for all of the data"
-    )
+    raise UsageError(f"{problem}; {advice}")
 
 
 def splits_in(data_dir: FileName | None) -> list[str]:

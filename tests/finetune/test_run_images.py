@@ -39,6 +39,24 @@ def test_held_out_images_are_not_trained_on(pictures: Path) -> None:
         assert bool(images.notes) == (not settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "shared"),
+    [
+        ({"train_split": "."}, True),
+        ({"val_split": "."}, True),
+        ({"val_split": "train"}, True),
+        ({"train_split": ".", "val_split": 0.25}, False),
+        ({}, False),
+    ],
+)
+def test_images_that_are_trained_on_and_validated_on_are_warned_of(
+    settings: dict[str, Any], shared: bool, pictures: Path, tmp_path: Path
+) -> None:
+    images = data(parts(tmp_path / "root", pictures, "train", "val"), **settings)
+    warned = [note for note in images.notes if note.startswith("warning: the splits")]
+    assert len(warned) == shared
+
+
 def test_a_part_of_a_part_has_a_transform_of_its_own(pictures: Path) -> None:
     images = open_images(pictures).images
     for targets in (None, [2] * 24):
@@ -115,14 +133,24 @@ def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:
             UsageError,
             "no split 'trian', but train, val;",
         ),
-        (("",), {"train_split": "trian"}, UsageError, "no split 'trian'; give `train_split`"),
+        (
+            ("",),
+            {"train_split": "trian"},
+            UsageError,
+            "no split 'trian'; give `train_split` the name of one$",
+        ),
         (
             (),
             {"data_dir": None, "dataset": "digits", "train_split": "exam"},
             UsageError,
             "'exam'.*`train_split`",
         ),
-        (("",), {"val_split": "testing"}, UsageError, "no split 'testing'.*`val_split`"),
+        (
+            ("",),
+            {"val_split": "testing"},
+            UsageError,
+            "no split 'testing'; give `val_split` the name of one, or a fraction$",
+        ),
         (("",), {"val_split": 0.001}, RetrofitError, "leaves none"),
         (("",), {"aa": "nonsense"}, UsageError, "cannot build the augmentation"),
         (("",), {"world": 30}, RetrofitError, "too few for 30 processes"),
