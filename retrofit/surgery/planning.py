@@ -150,8 +150,8 @@ def plan_and_sites(source: Source, request: PlanRequest) -> tuple[Plan, Sites | 
 
     layers = tuple(rows[norm.name] for norm in norms)
     record = {
-        "only": _listed(request.only),
-        "skip": _listed(request.skip),
+        "only": [pattern.pattern for pattern in only],
+        "skip": [pattern.pattern for pattern in skip],
         "source": sorted(families),
         **options.record(),
     }

@@ -90,6 +90,14 @@ def test_patterns_that_can_be_read_once_are_recorded() -> None:
     assert all(row.name.startswith("layer1.") for row in made.converted)
 
 
+def test_compiled_patterns_are_recorded_as_text() -> None:
+    compiled = re.compile(r"^layer1\.")
+    made = plan(resnet18(), "bnn", only=[compiled], skip=[re.compile("bn2")])
+    assert made.options["only"] == [compiled.pattern]
+    assert made.options["skip"] == ["bn2"]
+    assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
+
+
 def test_only_and_skip() -> None:
     made = plan(resnet18(), "bnn", only=r"^layer[12]\.", skip=[r"\.bn2$", "downsample"])
     assert [row.name for row in made.converted] == [
