@@ -153,6 +153,7 @@ def _fold_into_feeder(layer: ConvertedLayer, feeder: Any) -> nn.Module:
     weight.copy_(moved_weight)
     moved_bias = moved.bias
     if moved_bias is not None:
-        bias = moved_bias.to(weight.dtype)
-        feeder.bias = nn.Parameter(bias, requires_grad=weight.requires_grad)
+        like = weight if feeder.bias is None else feeder.bias
+        bias = moved_bias.to(like.dtype)
+        feeder.bias = nn.Parameter(bias, requires_grad=like.requires_grad)
     return new

@@ -347,3 +347,16 @@ def test_frozen_statistics_stay_frozen() -> None:
     plain = retrofit.plain(model)
     close(model, plain)
     torch.testing.assert_close(plain.train()(X), model.train()(X), rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_bias_that_takes_statistics_in_stays_frozen() -> None:
+    model = network("tv:vgg11_bn")
+    first, _, _, _, second, *_ = model.features
+    first.bias.requires_grad_(False)
+    second.weight.requires_grad_(False)
+    model, _ = retrofit.convert(model, "ln", strength=1.0)
+    plain: Any = retrofit.plain(model)
+    close(model, plain)
+    assert not torch.equal(plain.features[0].bias, first.bias)
+    trained_biases = [plain.features[place].bias.requires_grad for place in (0, 4)]
+    assert trained_biases == [False, True]
