@@ -9,6 +9,7 @@ a proxy-normalized one.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -236,10 +237,12 @@ def _proxy(model: nn.Module, site: Site, row: EditRow) -> int:
     activation = site.activation
     assert activation is not None
     norm: Any = model.get_submodule(row.norm)
-    holder = norm
-    if not list(norm.parameters()):
-        holder = model
-    device, dtype = placement_of(holder)
+    like = next(chain(norm.parameters(), norm.buffers()), None)
+    if like is None:
+        device, dtype = placement_of(model)
+    else:
+        device = like.device
+        dtype = like.dtype
     proxied = ProxyNorm(
         activation.module,
         norm.num_channels,

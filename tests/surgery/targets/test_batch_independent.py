@@ -208,6 +208,20 @@ class DataDependent(
         return self.block(torch.stack(list(F.relu(self.bn(self.conv(x))))))
 
 
+def test_a_proxy_has_the_type_of_its_norm_even_without_gamma() -> None:
+    class Mixed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                dtype = torch.float64 if isinstance(layer, nn.Conv2d) else torch.float32
+                x = layer(x.to(dtype))
+            return x
+
+    source = Mixed(nn.Conv2d(3, 8, 3).double(), nn.BatchNorm2d(8, affine=False), nn.ReLU())
+    model, _ = retrofit.convert(source.eval(), "gn-pn", inputs=torch.randn(2, 3, 8, 8))
+    (proxy,) = (layer for layer in model.modules() if isinstance(layer, ProxyNorm))
+    assert {tensor.dtype for tensor in proxy.parameters()} == {torch.float32}
+
+
 def test_proxying_nothing_is_refused() -> None:
     for model, message in (
         (
