@@ -167,7 +167,11 @@ def _build(folder: Path, name: str, options: tuple[str, ...]) -> Path:
 
 def _compiler() -> list[str]:
     """Return the command of CXX, which may have arguments, or of the first compiler there is."""
-    command = shlex.split(os.environ.get("CXX", ""))
+    named = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(named)
+    except ValueError as error:
+        raise OSError(f"CXX={named} is not a command ({error})") from None
     if not command:
         command = [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
     if not command:

@@ -169,6 +169,7 @@ def test_nothing_is_loaded_from_another_users_folder(
 WRITES = """sh -c 'while [ "$1" != -o ]; do shift; done; {} "$2"' sh"""
 BROKEN = {
     f"{sys.executable} -I": "failed: ",
+    "g++ '": r"CXX=g\+\+ ' is not a command \(No closing quotation\)",
     "/not/there": "No such file or directory: '/not/there'",
     WRITES.format("echo damaged >"): r"kernels\.so: file too short",
 }
