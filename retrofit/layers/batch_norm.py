@@ -219,6 +219,9 @@ class RunningNormality(NormalityMixin, RunningStatistics):
 
     def _by_running_statistics(self, x: Tensor) -> Tensor:
         layer: Any = self
+        # An instance norm that was set to track after it was built
+        if self.running_mean is None:
+            raise ValueError("running statistics are needed outside training")
         mean = layer.running_mean
         var = layer.running_var
         eps = self.plain_eps

@@ -346,3 +346,10 @@ def test_groups_of_one_value_are_refused_as_by_the_source() -> None:
     for layer in (nn.GroupNorm(4, 4), layers.GroupNormalNorm(4, 4)):
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             layer(x)
+
+
+def test_an_instance_norm_that_tracks_without_statistics_says_so() -> None:
+    layer = layers.InstanceNormalNorm2d(3).eval()
+    layer.track_running_stats = True
+    with pytest.raises(ValueError, match="running statistics are needed"):
+        layer(torch.zeros(2, 3, 4, 4))
