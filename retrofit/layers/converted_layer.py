@@ -245,6 +245,9 @@ def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
     for name, check in vars(module).get("_held_settings", {}).items():
         key = prefix + _SETTING + name
         stored = state_dict.setdefault(key, module.get_buffer(_SETTING + name))
+        # torch refuses anything else
+        if not isinstance(stored, Tensor) or stored.numel() != 1:
+            continue
         if stored.is_meta or torch.equal(stored, torch.full_like(stored, getattr(module, name))):
             continue
         number = stored.item()

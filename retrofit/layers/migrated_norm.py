@@ -185,6 +185,13 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
             new = named_sequence(OrderedDict(norm=new), self)
         return self.input_affine(), new
 
+    def _has_values(self, *tensors: Tensor | None) -> bool:
+        """Whether tensors hold a number for each channel, as far as there are any. torch says which
+        has another shape.
+        """
+        present = [tensor for tensor in tensors if tensor is not None]
+        return all(each.shape == self.gain.shape and not each.is_meta for each in present)
+
     def _group_norm(self) -> Any:
         eps = float(self.group_eps)
         return nn.GroupNorm(self.num_groups, self.num_channels, eps, device="meta")
@@ -200,9 +207,10 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         group_eps are settled by what it holds.
         """
         own = {name: getattr(self, name).detach().clone() for name in ("gain", "eps", "group_eps")}
+        weight = state_dict.get(prefix + "weight", self.weight)
         var = state_dict.get(prefix + "running_var")
-        if var is not None and prefix + "gain" not in state_dict:
-            weight = state_dict.get(prefix + "weight", self.weight)
+        lacks_gain = prefix + "gain" not in state_dict
+        if var is not None and lacks_gain and self._has_values(weight, var, self.gain):
             settled = group_gain(weight, self.num_groups)
             own["gain"] = torch.ones_like(own["gain"]) if settled is None else settled
             own["group_eps"].fill_(settled_eps(weight, var, float(self.eps), self.num_groups))

@@ -128,6 +128,30 @@ def test_a_sources_checkpoint_is_the_same_function_loaded_after_converting_as_be
     torch.testing.assert_close(again(x), early(x))
 
 
+@pytest.mark.parametrize("channels", [5, 8])
+def test_a_checkpoint_of_other_channels_is_refused_as_by_torch(channels: int) -> None:
+    norm = MigratedGroupNorm(2, 6)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        norm.load_state_dict(nn.BatchNorm2d(channels).state_dict())
+
+
+def test_a_layer_without_values_takes_a_sources_checkpoint() -> None:
+    norm = MigratedGroupNorm(2, 6, device="meta")
+    source = nn.BatchNorm2d(6)
+    norm.load_state_dict(source.state_dict(), assign=True)
+    assert torch.equal(norm.running_var, source.running_var)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [(torch.ones(2), "size mismatch for setting_num_groups"), (2.0, "expected torch.Tensor")],
+)
+def test_a_setting_that_is_no_number_is_refused_as_by_torch(groups: Any, message: str) -> None:
+    norm = MigratedGroupNorm(2, 6)
+    with pytest.raises(RuntimeError, match=message):
+        norm.load_state_dict({**norm.state_dict(), "setting_num_groups": groups})
+
+
 def test_a_state_without_the_layer_leaves_its_gain() -> None:
     norm = layer().float()
     x = torch.randn(2, 6, 3)
