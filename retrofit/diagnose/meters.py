@@ -260,7 +260,7 @@ class Probe:
             parameter = getattr(self.layer, name, None)
             if isinstance(parameter, Tensor):
                 neutral[name] = torch.full_like(parameter, value)
-        if isinstance(self.layer, MigratedGroupNorm) and self.layer.gain is not None:
+        if "weight" in neutral and isinstance(self.layer, MigratedGroupNorm):
             neutral["weight"] = self.layer.gain.to(neutral["weight"])
         return neutral
 

@@ -154,6 +154,14 @@ def test_a_network_on_another_device_is_measured_there(one: Diagnosis) -> None:
     assert [entry.top1 for entry in found.input_noise] == [entry.top1 for entry in one.input_noise]
 
 
+@pytest.mark.parametrize("to", ["gn", "ln"])
+def test_a_migrated_norm_of_a_source_without_gamma_is_measured(to: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, affine=False))
+    model, _ = retrofit.convert(model, to, check=False, strength=1.0)
+    (layer,) = diagnose(model, batches(), **SMALL).layers
+    assert layer.power.p1 + layer.power.p2 + layer.power.p3 + layer.power.p4 == pytest.approx(1)
+
+
 class _Routed(nn.Module):
     """Calls a norm for few images alone."""
 
