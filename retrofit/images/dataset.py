@@ -226,7 +226,7 @@ def split_of(
     dataset: str,
     split: str,
     default: str | None,
-    advice: str = "give `split` the name of one, or `split='.'` for all of the data",
+    advice: str,
 ) -> str:
     """Return a split of the data: the one that is asked for, or "." for the default of a folder or
     tar without splits.
@@ -243,7 +243,9 @@ def split_of(
     """
     if has_split(data_dir, dataset, split):
         return split
-    others = splits_in(data_dir)
+    others: list[str] = []
+    if not dataset:
+        others = splits_in(data_dir)
     if split == default and not others:
         return "."
     problem = f"the data has no split {shown(split)}"
@@ -290,7 +292,10 @@ def open_images(
         advice = "build it with `in_chans=3` or `in_chans=1`"
         raise RetrofitError(f"images give 3 channels or 1, the model takes {channels}; {advice}")
     _check_origin(data_dir, dataset)
-    split = split_of(data_dir, dataset, split, default="validation")
+    advice = "give `split` the name of one, or `split='.'` for all of the data"
+    if dataset:
+        advice = "give `split` train or validation"
+    split = split_of(data_dir, dataset, split, "validation", advice)
     mode = "L"
     if channels == 3:
         mode = "RGB"

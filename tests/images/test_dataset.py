@@ -114,9 +114,9 @@ def test_labels_that_classes_taken_by_order_contradict(
         *((".tar", split, 3) for split in ("validation", ".")),  # it has no parts
         (".tar", "tset", "has no split 'tset'; give `split"),
         *(("digits", "training", 1437), ("digits", "val", 360)),
-        ("digits", ".", "has no split '.'; give `split"),
-        ("torch/cifar10", "tset", "has no split 'tset'; give `split"),
-        ("torch/QMNIST", ".", "has no split '.'; give `split"),
+        ("digits", ".", "has no split '.'; give `split` train or validation$"),
+        ("torch/cifar10", "tset", "has no split 'tset'; give `split` train or validation$"),
+        ("torch/QMNIST", ".", "has no split '.'; give `split` train or validation$"),
     ],
     ids=str,
 )
@@ -135,6 +135,11 @@ def test_parts(
     with nullcontext() if isinstance(outcome, int) else pytest.raises(UsageError, match=outcome):
         data = open_images(None if dataset == "digits" else place, dataset=dataset, split=split)
         assert len(data.images) == outcome
+
+
+def test_the_parts_of_a_named_dataset_are_not_looked_for_in_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no split 'tset'; give `split` train or validation$"):
+        open_images(tmp_path / "not-yet-loaded", dataset="torch/cifar10", split="tset")
 
 
 @pytest.mark.parametrize(
