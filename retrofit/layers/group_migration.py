@@ -159,7 +159,7 @@ def _group_affine(
     gain = ones if gain is None else gain.to(dtype)
     mean = mean.to(dtype)
     rstd = torch.rsqrt(var.to(dtype) + source_eps)
-    groups = len(x), num_groups, len(ones) // num_groups
+    groups = x.shape[0], num_groups, len(ones) // num_groups
     m, v = _group_moments(*_moments(x, dtype), mean, rstd * gain, groups)
     # At t = 0 the moments do not count, not even where they overflow.
     m = torch.where(t > 0, m, 0.0)

@@ -152,6 +152,21 @@ def test_a_setting_that_is_no_number_is_refused_as_by_torch(groups: Any, message
         norm.load_state_dict({**norm.state_dict(), "setting_num_groups": groups})
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit", "ignore::torch.jit.TracerWarning", "ignore::FutureWarning"
+)
+@pytest.mark.parametrize("shape", [(6,), (6, 4, 3)])
+def test_a_trace_and_an_exported_program_take_other_batch_sizes(shape: tuple[int, ...]) -> None:
+    norm = layer(strength=0.5)
+    example = torch.randn(4, *shape, dtype=torch.float64)
+    x = torch.randn(7, *shape, dtype=torch.float64)
+    trace = torch.jit.trace(norm, example)
+    torch.testing.assert_close(trace(x), norm(x))
+    batch = torch.export.Dim("batch", min=2, max=9)
+    program = torch.export.export(norm, (example,), dynamic_shapes=({0: batch},), strict=False)
+    torch.testing.assert_close(program.module()(x), norm(x))
+
+
 def test_a_state_without_the_layer_leaves_its_gain() -> None:
     norm = layer().float()
     x = torch.randn(2, 6, 3)
