@@ -165,7 +165,9 @@ def numpy_generator_restorer(generator: np.random.Generator) -> Undo:
 
 
 def array_restorer(array: Any) -> Undo:
-    """Remember the values of an array."""
+    """Remember the values of an array, unless it is read-only: a view of a constant, say."""
+    if not array.flags.writeable:
+        return lambda: None
     return functools.partial(np.copyto, array, array.copy())
 
 

@@ -41,6 +41,7 @@ class Settings:
 class Network(nn.Module):
     made = 0
     mean: Tensor
+    weights: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,6 +77,14 @@ def test_a_dict_that_computes_what_it_gives_is_left_alone() -> None:
     network = Network()
     Snapshot(network).restore()
     assert network.settings.table.loads == 0
+
+
+def test_what_cannot_be_written_to_is_in_no_ones_way() -> None:
+    network = Network()
+    network.weights = np.broadcast_to(np.ones(2), (3, 2))
+    with left_as_it_was(network):
+        network(torch.ones(2))
+    assert (network.settings.size, network.one) == (4, {"moved": 1})
 
 
 class Note:
