@@ -293,6 +293,11 @@ def opened(
             raise RetrofitError(
                 "the network to load into is converted already; pass it as it was before that"
             )
+        # It would take the tensors without a word, and hold none.
+        if any(tensor.is_meta for tensor in state_tensors(into).values()):
+            raise RetrofitError(
+                "the network to load into is on the meta device, without memory; build it on the CPU"
+            )
         plans = surgery.unrepeated(plans, into)
         kept = unchanged_on_failure(into, find_norms(into))
         if source.library == "own":

@@ -114,7 +114,7 @@ def test_it_comes_back_in_its_own_network_alone(
         (lambda: mynet.build(5), r"head.bias \[2\] float32 for \[5\]"),
         (mynet.small, "made for another model"),
         (lambda: retrofit.convert(mynet.build(), "gn-pn")[0], "is converted already"),
-        (lambda: mynet.build().to("meta"), "meta "),
+        (lambda: mynet.build().to("meta"), "is on the meta device"),
     ],
 )
 def test_another_network_is_refused_and_stays_as_it_was(
@@ -211,6 +211,16 @@ def test_an_interrupt_leaves_the_network_to_load_into_as_it_was(
     monkeypatch.setattr(sampled_outputs.SampledOutputs, "difference", interrupt)
     with left_as_it_was(into), pytest.raises(KeyboardInterrupt):
         retrofit.load(saved, into=into)
+
+
+def test_a_network_without_memory_is_refused_where_nothing_is_run_too(tmp_path: Path) -> None:
+    def vectors() -> nn.Module:  # it takes no images
+        return nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4))
+
+    model, _ = retrofit.convert(vectors(), "bnn", inputs=torch.randn(4, 7))
+    retrofit.save(model, tmp_path / "a.safetensors")
+    with pytest.raises(RetrofitError, match="is on the meta device"):
+        retrofit.load(tmp_path / "a.safetensors", into=vectors().to("meta"))
 
 
 # --- the record travels with a network: through wrappers, copies and conversions
