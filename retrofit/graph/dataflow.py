@@ -39,12 +39,14 @@ _NAMES_OF = {
     "addition": "add iadd add_ sub isub sub_",
     "product": "mul imul mul_ multiply truediv div div_",
     "pool": "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+    "window": "avg_pool1d avg_pool2d avg_pool3d",
 }
 _STEP_OF = {name: step for step, names in _NAMES_OF.items() for name in names.split()}
 _STEP_OF_CLASS = {
     nn.Identity: "same",
     nn.Linear: "linear",
     nn.modules.conv._ConvNd: "convolution",
+    nn.modules.pooling._AvgPoolNd: "window",
     nn.Flatten: "shape",
     nn.Unflatten: "shape",
 }
@@ -287,7 +289,14 @@ class Flow:
         following = self._only_consumer(node)
         while following is not None and self.steps[following] in (*_TO_POOL, "product"):
             following = self._only_consumer(following)
-        return following is not None and self.steps[following] == "pool"
+        if following is None:
+            return False
+        step = self.steps[following]
+        return step == "pool" or (step == "window" and not self._reaches_norm(following))
+
+    def _reaches_norm(self, node: fx.Node) -> bool:
+        """Whether a norm comes behind a mean over windows, which then is not the final pooling."""
+        return any(self.steps[later] == "norm" for later in reached(node, self.consumers))
 
     def _only_consumer(self, node: fx.Node) -> fx.Node | None:
         """The only consumer of a value; None if there are several.
@@ -406,7 +415,7 @@ def _mean_step(dims: Any) -> str:
 def _pool_step(output_size: Any) -> str:
     if all(size == 1 for size in listed(output_size)):
         return "pool"
-    return "call"
+    return "window"
 
 
 def reached(start: fx.Node, neighbors: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:

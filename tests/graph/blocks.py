@@ -47,6 +47,16 @@ class BehindDropout(
         return F.silu(self.drop(self.bn2(self.conv2(x))))
 
 
+class Windows(Block):  # means over windows: one on the way, and the final pooling
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.avg_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
+        return torch.flatten(self.pool(F.relu(self.bn2(self.conv2(x)))), 1)
+
+
 class TwoConsumers(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn1(self.conv1(x))

@@ -5,6 +5,7 @@ activations.
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torchvision
 from timm.layers import BatchNormAct2d, GroupNormAct
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import retrofit
@@ -283,6 +285,8 @@ def test_squeeze_excite_and_gates() -> None:
         (lambda: timm.create_model("ese_vovnet19b_slim"), ["stages.3.blocks.0.conv_concat.bn"]),
         (tv.densenet121, ["features.norm5"]),
         (tv.vgg11_bn, []),
+        (lambda: blocks.Windows(partial(F.avg_pool2d, kernel_size=4)), ["bn2"]),
+        (lambda: blocks.Windows(nn.AvgPool2d(4)), ["bn2"]),
         (tv.googlenet, [f"inception5b.branch{branch}.bn" for branch in ("1", "2.1", "3.1", "4.1")]),
     ],
 )
