@@ -244,7 +244,8 @@ def _on_cpu(model: nn.Module) -> nn.Module:
     if wrapped:
         for name in ("forward", "_original_forward"):
             vars(model).pop(name, None)
-    return model.to("cpu", torch.float32)
+    # `to` would make real numbers of complex ones too.
+    return model.cpu().float()
 
 
 def _image(shape: tuple[int, ...]) -> Tensor:

@@ -132,8 +132,15 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     }
     if len(parameter_types) == 1:
         # Also the buffers that are in no file.
-        model.to(dtype=parameter_types.pop())
-    # Asked again: `to` puts other tensors in the place of buffers.
+        _cast(model, parameter_types.pop())
+    # Asked again: a cast puts other tensors in the place of buffers.
     for name, target in state_tensors(model).items():
         target.data = torch.empty_like(target.data, dtype=tensors[name].dtype)
     model.load_state_dict(tensors, strict=True)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a network's floating-point numbers a type; `to` would make real numbers of complex
+    ones too.
+    """
+    model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

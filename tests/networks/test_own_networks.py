@@ -223,6 +223,36 @@ def test_a_network_without_memory_is_refused_where_nothing_is_run_too(tmp_path: 
         retrofit.load(tmp_path / "a.safetensors", into=vectors().to("meta"))
 
 
+class Rotated(nn.Module):
+    """Turns its values by complex numbers that are in no file, as rotary embeddings do."""
+
+    turn: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        angles = torch.linspace(0, 3, 4)
+        turn = torch.polar(torch.ones(4), angles).reshape(4, 1, 1)
+        self.register_buffer("turn", turn, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.norm(self.conv(x)).float() * self.turn
+        return turned.real + turned.imag
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_complex_numbers_that_are_in_no_file_stay(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, _ = retrofit.convert(Rotated(), "bnn", input_size=(3, 8, 8))
+    if dtype == torch.bfloat16:
+        model.bfloat16()
+    retrofit.save(model, tmp_path / "a.safetensors")
+    assert "not_checked" not in read_manifest(tmp_path / "a.safetensors")["sampled_outputs"]
+    again = retrofit.load(tmp_path / "a.safetensors", into=Rotated())
+    assert again.conv.weight.dtype == dtype
+    assert torch.equal(again.turn, Rotated().turn)
+
+
 # --- the record travels with a network: through wrappers, copies and conversions
 
 
