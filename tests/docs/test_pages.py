@@ -215,7 +215,7 @@ FIGURES: list[tuple[str, int, Any]] = [
     *(
         ("ln", 1, LEFT),
         ("ln", 0, LEFT),
-        ("BatchNorm, batch statistics, norms and last layer trained", 0, CLIENTS),
+        (BN, 0, CLIENTS),
         ("frozen, norms and last layer trained", 0, CLIENTS),
         (BN, 4, MAIN),
         (FROZEN, 4, MAIN),
@@ -319,7 +319,9 @@ def test_the_gains_over_the_last_layer_alone_are_the_recorded_ones() -> None:
 
 
 def test_the_gains_in_federated_averaging_are_the_recorded_ones() -> None:
-    """Of `frozen` over BatchNorm and over the last layer alone, norms and last layer trained."""
+    """Of `frozen`, norms and last layer trained, over BatchNorm (all layers trained, or the same) and
+    over the last layer alone.
+    """
     gains = {}
     for network, part in enumerate((RESULTS / "federated.md").read_text().split("Paired diff")[1:]):
         head = re.search(r"^\| top-1 minus that of (.*)$", part, re.M)
@@ -328,15 +330,20 @@ def test_the_gains_in_federated_averaging_are_the_recorded_ones() -> None:
         assert row
         arms = [cell.strip() for cell in head[1].split("|")]
         differences = [cell.strip() for cell in row[1].split("|")]
-        for arm in ("bn-norms", "probe"):
+        for arm in ("bn", "bn-norms", "probe"):
             gain = differences[arms.index(arm)].removeprefix("+").partition(" /")[0]
             gains[arm, network] = gain
-    assert len(gains) == 4
+    assert len(gains) == 6
     docs = ROOT / "docs"
     for page in (docs / "evidence.md", docs / "guides" / "federated.md"):
         assert all(gain in page.read_text() for gain in gains.values()), page
     readme = PAGES[0].read_text()
-    assert all(gains["bn-norms", n].partition(" ")[0] in readme for n in (0, 1))
+    shown = [gains[arm, n].partition(" ")[0] for n in (0, 1) for arm in ("bn", "probe")]
+    over_batch_norm, over_probe, second, second_over_probe = shown
+    assert (
+        f"| {over_batch_norm} over BatchNorm, {over_probe} over the last layer alone; "
+        f"MobileNetV2: {second}, {second_over_probe} |"
+    ) in readme
 
 
 @pytest.mark.parametrize(
