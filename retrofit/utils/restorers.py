@@ -171,6 +171,11 @@ def array_restorer(array: Any) -> Undo:
     return functools.partial(np.copyto, array, array.copy())
 
 
+def numbers_restorer(numbers: Any) -> Undo:
+    """Remember the numbers of a bytearray or of an array of Python's, which may have grown."""
+    return functools.partial(numbers.__setitem__, slice(None), numbers[:])
+
+
 def attributes_of(cls: type) -> dict[str, Any]:
     """Return the attributes of a class but for those of special names, `__name__`."""
     return {

@@ -1,5 +1,6 @@
 """Run a network's own code, and leave everything that the code can reach as it was."""
 
+import array
 import dis
 import functools
 import random
@@ -132,7 +133,9 @@ class Snapshot:
             (random.Random, self._remember_state(restorers.random_restorer)),
             (np.random.Generator, self._remember_state(restorers.numpy_generator_restorer)),
             (np.random.RandomState, self._remember_state(restorers.generator_restorer)),
-            (np.ndarray, self._remember_state(restorers.array_restorer)),
+            (np.ndarray, self._remember_array),
+            (array.array | bytearray, self._remember_state(restorers.numbers_restorer)),
+            (memoryview, lambda view: (view.obj,)),
             (weakref.ref, lambda reference: (reference(),)),
             (tuple | frozenset, lambda value: value),
             (dict | list | set | deque, self._remember_container),
@@ -156,6 +159,12 @@ class Snapshot:
             return ()
 
         return remember
+
+    def _remember_array(self, values: Any) -> Iterable[Any]:
+        self._undo.append(restorers.array_restorer(values))
+        if values.dtype.hasobject:
+            return values.ravel().tolist()
+        return ()
 
     def _remember_tensor(self, tensor: Tensor) -> Iterable[Any]:
         self._undo.append(
