@@ -155,10 +155,12 @@ class RunningStatistics(StrengthMixin, _NormBase):
         self.reset_running_stats()
         reset_affine(self)
 
-    def _momentum(self, values: int) -> float | Tensor:
-        """Count a batch of so many values, and return its weight in the running statistics."""
-        if self.num_batches_tracked is not None and values:
-            self.num_batches_tracked.add_(1)
+    def _momentum(self, size: Tensor | int) -> float | Tensor:
+        """Count a batch whose sets have that size over all ranks, unless it is empty on every one,
+        and return its weight in the running statistics.
+        """
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(size > 0 if isinstance(size, Tensor) else 1)
             if self.momentum is None:
                 return 1.0 / self.num_batches_tracked.to(torch.float32)
         return 0.0 if self.momentum is None else self.momentum
@@ -177,9 +179,14 @@ class RunningStatistics(StrengthMixin, _NormBase):
         new = {"mean": statistics.mean, "var": unbiased, "lambda": statistics.lmbda}
         for name, value in new.items():
             running = self._buffers.get(f"running_{name}")
-            if running is not None:
-                batch = value.reshape(running.shape).to(running.dtype)
-                running.mul_(1 - momentum).add_(batch * momentum)
+            if running is None:
+                continue
+            batch = value.reshape(running.shape).to(running.dtype)
+            moved = running * (1 - momentum) + batch * momentum
+            if isinstance(size, Tensor):
+                # Every rank's share may be empty, which a GPU alone knows
+                moved = torch.where(size > 0, moved, running)
+            running.copy_(moved)
 
     def _build_source(self, cls: Any) -> nn.Module:
         options = {
@@ -270,7 +277,7 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
         if running is not None and stats is not None:
             spec = self._normalization(group)
             statistics = spec.statistics(x, self.weight, self.bias, stats)
-            self._update(statistics, self._momentum(x.numel()))
+            self._update(statistics, self._momentum(statistics.size))
         return out
 
     def _sets(self) -> Sets:

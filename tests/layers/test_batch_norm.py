@@ -160,9 +160,9 @@ def layer(cls: type[nn.Module]) -> nn.Module:
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save(
-        {name: of_a_share(rank, shares) for name, shares in SHARES.items()}, f"{folder}/{rank}.pt"
-    )
+    found = {name: of_a_share(rank, shares) for name, shares in SHARES.items()}
+    found |= {f"averages, {name}": averages(rank, shares) for name, shares in EMPTY.items()}
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -183,6 +183,18 @@ def of_a_share(rank: int, shares: list[int]) -> dict[str, Any]:
         "bias": module.bias.grad,
     }
     return found | {"buffers": dict(module.named_buffers()), "eval": module.eval()(x).detach()}
+
+
+EMPTY = {"on one rank": [0, 8], "on every rank": [0, 0]}
+
+
+def averages(rank: int, shares: list[int]) -> dict[str, Tensor]:
+    """Return the buffers after batches of which a rank has a share, averaged over all of them."""
+    module = SyncBatchNormalNorm(3, momentum=None, noise=0.0)
+    x = batch()[0][: sum(shares)]
+    for values in (x, x + x**2):
+        module(values.split(shares)[rank])
+    return dict(module.named_buffers())
 
 
 # slow: two processes take long to start; by default those of tests/test_running_statistics.py do
@@ -233,3 +245,16 @@ def test_shares_of_a_batch_are_one_batch(
     quiet = (out.detach() - bias) / weight
     scale = 0.5 * (quiet - quiet.mean((0, 2, 3), True)).abs().mean((0, 2, 3), True)
     assert (noise / scale).std().item() == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("shares", EMPTY)
+def test_ranks_without_values_keep_the_statistics_of_the_others(
+    shares: str, found: list[dict[str, dict[str, Any]]]
+) -> None:
+    ranks = [of_rank[f"averages, {shares}"] for of_rank in found]
+    whole = BatchNormalNorm2d(3, momentum=None, noise=0.0)
+    x = batch()[0][: sum(EMPTY[shares])]
+    for values in (x, x + x**2):
+        whole(values)
+    for buffers in ranks:
+        torch.testing.assert_close(buffers, dict(whole.named_buffers()), rtol=1e-5, atol=1e-6)
