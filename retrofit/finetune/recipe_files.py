@@ -135,9 +135,12 @@ def recipe_settings(name: str | Path) -> dict[str, Any]:
         ) from error
     if settings is None:
         return {}
-    if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
+    if not isinstance(settings, dict):
         raise UsageError(f"{title} holds no settings; write one `name: value` a line")
-    return settings
+    return {
+        key if isinstance(key, str) else f"<{type(key).__name__}>": value
+        for key, value in settings.items()
+    }
 
 
 class _SettingsLoader(yaml.SafeLoader):
