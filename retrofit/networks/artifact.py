@@ -226,12 +226,15 @@ def _labels_of(
     model: nn.Module, labels: Sequence[str] | None, outputs: SampledOutputs
 ) -> list[str] | None:
     """Return the names of a network's outputs, `labels` or those recorded, if they fit."""
-    known = labels or record_of(model).labels or []
+    # An array of names has no truth value.
+    known = record_of(model).labels if labels is None else labels
+    if known is None:
+        return None
     names = list(known)
     classes = outputs.classes or getattr(model, "num_classes", None)
     if classes in (None, 0, len(names)):
-        return names or None
-    if labels:
+        return names
+    if labels is not None:
         raise UsageError(
             f"{plural(len(names), 'label')} for {plural(classes, 'output')}; pass as many `labels`"
         )

@@ -390,7 +390,12 @@ def test_labels_are_those_of_the_classifier_that_is_there(tmp_path: Path) -> Non
     model = mynet.small(num_classes=3)
     with pytest.raises(UsageError, match="2 labels for 3 outputs"):
         save(model, tmp_path / "a.safetensors", labels=["cat", "dog"])
-    save(model, tmp_path / "a.safetensors", labels=["ant", "cat", "dog"])
+    with pytest.raises(UsageError, match="0 labels for 3 outputs"):
+        save(model, tmp_path / "a.safetensors", labels=[])
+    # As scikit-learn gives `target_names`.
+    names: Any = np.array(["ant", "cat", "dog"])
+    save(model, tmp_path / "a.safetensors", labels=names)
+    assert read_manifest(tmp_path / "a.safetensors")["labels"] == ["ant", "cat", "dog"]
     again = load(tmp_path / "a.safetensors", into=model)
     again.head = nn.Linear(8, 2)
     retrofit.export_onnx(again, tmp_path / "a.onnx")
