@@ -27,9 +27,9 @@ _INSTEAD = {"convert_sync_batchnorm": _SYNC, "convert_splitbn_model": "leave it 
 
 
 class EpsOfNoBatchNorm:
-    """The eps of a layer above strength 0, to be shown and compared. Arithmetic with it raises a
-    RetrofitError: code that adds it to a variance, to fuse the layer for example, takes the layer
-    for a BatchNorm.
+    """The eps of a layer above strength 0, to be shown and compared with another. It is no number:
+    code that adds it to a variance, to fuse the layer for example, takes the layer for a BatchNorm,
+    and gets a RetrofitError that says so; other arithmetic, a TypeError.
     """
 
     def __init__(self, value: float, layer: StrengthMixin) -> None:

@@ -51,8 +51,8 @@ def plain(
 
     Raises:
         RetrofitError: If no such layer computes what one of the network does (the message names
-            the first and the reason), if other code reads the tensors of a layer that changes, or
-            if the copy computes something different.
+            one and the reason), if other code reads the tensors of a layer that changes, or if the
+            copy computes something different.
     """
     source = run_source(model, inputs, input_size)
     net = copied(model)

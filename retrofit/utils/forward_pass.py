@@ -30,9 +30,9 @@ from retrofit.utils.output_tensors import shape_or_class
 from retrofit.utils.snapshot import left_as_it_was
 from retrofit.utils.text import shortlist, with_class
 
-_COMPUTED = (
-    "computed with gradients; make pruning permanent by torch.nn.utils.prune.remove, compute other "
-    "tensors again under torch.no_grad()"
+_WITHOUT_GRADIENTS = (
+    "make pruning permanent by torch.nn.utils.prune.remove, compute other tensors again under "
+    "torch.no_grad()"
 )
 
 
@@ -251,12 +251,13 @@ def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn
     # A network's own code may copy its parts, and raise anything.
     except Exception as error:
         names = [name for name, value in _computed_tensors(model) if id(value) not in memo]
-        advice = "copy.deepcopy fails too"
+        problem = f"{with_class(error)}; copy.deepcopy fails too"
         if names:
-            advice = f"{shortlist(names)}: {_COMPUTED}"
-        raise RetrofitError(
-            f"the network cannot be copied ({with_class(error)}); {advice}"
-        ) from error
+            problem = (
+                f"it holds {shortlist(names)}, computed with gradients; {_WITHOUT_GRADIENTS} "
+                f"({with_class(error, 100)})"
+            )
+        raise RetrofitError(f"the network cannot be copied: {problem}") from error
 
 
 def _computed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
