@@ -146,10 +146,16 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         """Normalize each group of channels of each sample of `x`, (N, C, *).
 
         Raises:
-            RuntimeError: If the groups do not divide the channels.
+            RuntimeError: If the groups do not divide the channels, or `x` has another number of
+                channels than gamma.
             ValueError: If the groups of a single sample hold one value each.
         """
         groups = self.num_groups
+        if x.ndim > 1 and self.weight is not None and x.shape[1] != self.num_channels:
+            # Kernels would read beyond gamma
+            raise RuntimeError(
+                f"expected input of shape (N, {self.num_channels}, *), but got {list(x.shape)}"
+            )
         if x.ndim < 2 or x.shape[1] % groups:
             raise RuntimeError(
                 f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}"

@@ -157,6 +157,9 @@ def test_answers_empty_input_and_wrong_input_as_torch_does(case: Case) -> None:
         (2, 7, 3, 3),
         (1, 6, 1, 1),
         (1, 6),
+        # Large enough for compiled kernels
+        (64, 5, 16, 16),
+        (64, 7, 16, 16),
     ):
         try:
             torchs.train()(torch.ones(shape))
