@@ -173,17 +173,14 @@ def diagnose(
         observers = [_Observer(probe, channels, seed, every) for probe in measured]
         _follow_activations(model, observers)
         images, predictions = _observe(model, observers, passing("layers"))
-        # A network may call other layers for these batches than for one image.
-        called = [observer for observer in observers if observer.seen]
-        unmeasured += tuple(observer.probe.name for observer in observers if not observer.seen)
-        if not called:
-            raise RetrofitError("the model calls none of its normalization layers on these images")
+        called = _called(observers)
+        unmeasured += tuple(each.probe.name for each in observers if each not in called)
         lambdas = lambda_values(model, few)
         layers = [
             observer.result(lambdas.get(observer.probe.name))
             for observer in _reported("statistics", called, progress)
         ]
-        noise = _follow_noise(model, [observer.probe for observer in called], few, seed, progress)
+        noise = _follow_noise(model, [each.probe for each in called], few, seed, progress)
         under_noise: list[InputNoise] = []
         attacked = None
         if predictions:
@@ -198,6 +195,16 @@ def diagnose(
         unmeasured=unmeasured,
         attack=attacked,
     )
+
+
+def _called(observers: "Iterable[_Observer]") -> "list[_Observer]":
+    """Return the observers of the layers that the batches called: a network may call others for one
+    image.
+    """
+    called = [observer for observer in observers if observer.seen]
+    if not called:
+        raise RetrofitError("the model calls none of its normalization layers on these images")
+    return called
 
 
 def _follow_noise(

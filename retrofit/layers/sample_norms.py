@@ -150,16 +150,8 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
                 channels than gamma.
             ValueError: If the groups of a single sample hold one value each.
         """
+        self._refuse_other_channels(x)
         groups = self.num_groups
-        if x.ndim > 1 and self.weight is not None and x.shape[1] != self.num_channels:
-            # Kernels would read beyond gamma
-            raise RuntimeError(
-                f"expected input of shape (N, {self.num_channels}, *), but got {list(x.shape)}"
-            )
-        if x.ndim < 2 or x.shape[1] % groups:
-            raise RuntimeError(
-                f"expected input (N, C, *) with C divisible by num_groups={groups}, got {list(x.shape)}"
-            )
         # As torch's, which would make a constant of them
         if x.numel() == groups and x.shape[0] == 1:
             raise ValueError(
@@ -172,6 +164,17 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
             x = x.contiguous()
         out, _ = self._by_own_statistics(x)
         return out.contiguous(memory_format=last) if is_last else out
+
+    def _refuse_other_channels(self, x: Tensor) -> None:
+        fits = x.ndim > 1 and x.shape[1] % self.num_groups == 0
+        if fits and self.weight is not None:
+            # Kernels would read beyond gamma
+            fits = x.shape[1] == self.num_channels
+        if not fits:
+            raise RuntimeError(
+                f"expected input of shape (N, {self.num_channels}, *), in {self.num_groups} groups "
+                f"of channels, but got {list(x.shape)}"
+            )
 
     def _build_source(self, cls: Any) -> nn.Module:
         new: nn.Module = cls(

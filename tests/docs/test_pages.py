@@ -369,6 +369,12 @@ def test_the_gains_where_a_network_fits_are_the_recorded_ones(
     cells = [means[plain]]
     cells += [f"{means[noise]} (+{of_noise})", f"{means[both]} (+{of_all})", f"+{of_transform}"]
     assert f"| {' | '.join(cells)} |" in readme
+    situation = re.search(
+        r"^\| study normality .*\| the noise: (.*); the transform: (.*) \|$", readme, re.M
+    )
+    assert situation
+    for gain, shown in zip((of_noise, of_transform), situation.groups(), strict=True):
+        assert gain.partition(" ")[0] in shown
     appendix = (ROOT / "docs" / "appendix" / "paper-checks.md").read_text()
     for name in (plain, noise, both):
         assert f"| {rows[name][0]} | {means[name]} |" in appendix
