@@ -1,6 +1,7 @@
 """The walk itself: how strength and noise of converted layers change from step to step."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -140,10 +141,10 @@ class StrengthSchedule:
         """Continue from another schedule's state, and set the layers accordingly.
 
         Raises:
-            UsageError: If `state` is of a network with another number of layers; nothing is changed
-                in that case.
+            UsageError: If `state` is of a network with another number of layers, or of no schedule;
+                nothing is changed in that case.
         """
-        if len(state["starts"]) != len(self._layers):
+        if not _is_state(state, len(self._layers)):
             layers = plural(len(self._layers), "layer")
             raise UsageError(
                 f"`state` is not that of a StrengthSchedule of {layers}; "
@@ -195,6 +196,19 @@ class StrengthSchedule:
             return 0.0
         stage = math.ceil(_share(since, self._noise_ramp) * NOISE_STAGES)
         return most * stage / NOISE_STAGES
+
+
+def _is_state(state: Any, layers: int) -> bool:
+    """Whether `state` is that of a schedule of so many layers."""
+    if not isinstance(state, Mapping):
+        return False
+    steps = state.get("steps")
+    starts = state.get("starts")
+    if not isinstance(steps, int) or steps < 0:
+        return False
+    if not isinstance(starts, Sequence) or len(starts) != layers:
+        return False
+    return all(isinstance(start, float | int) and 0 <= start <= 1 for start in starts)
 
 
 def _share(done: float, ramp: float) -> float:

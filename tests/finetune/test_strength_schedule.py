@@ -107,13 +107,29 @@ def test_a_schedule_built_when_the_layers_have_moved_goes_on_from_its_state() ->
         again.step()
 
 
-def test_the_state_of_another_network_changes_nothing() -> None:
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"steps": 4, "starts": [0.0]},
+        {"steps": 4},
+        {"starts": [0.0, 0.0]},
+        {"base_lrs": [0.1], "last_epoch": 3},  # torch's
+        {"steps": None, "starts": [0.0, 0.0]},
+        {"steps": -1, "starts": [0.0, 0.0]},
+        {"steps": 4, "starts": [0.0, 7.0]},
+        {"steps": 4, "starts": "ab"},
+        {"steps": 4, "starts": 0.0},
+        None,
+    ],
+    ids=str,
+)
+def test_the_state_of_another_network_or_of_anything_else_changes_nothing(state: Any) -> None:
     model = network()
     schedule = StrengthSchedule(model, 8, ramp=1.0)
     schedule.step()
     before = schedule.state_dict(), strength_of(model)
     with pytest.raises(UsageError, match="of 2 layers"):
-        schedule.load_state_dict({"steps": 4, "starts": [0.0]})
+        schedule.load_state_dict(state)
     assert (schedule.state_dict(), strength_of(model)) == before
 
 
