@@ -14,7 +14,7 @@ from retrofit.conversion_options import ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.norm_sites import Sites
 from retrofit.record import network_in
-from retrofit.registry import Target, target_named
+from retrofit.registry import TARGETS, Target, target_named
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.functional_norms import functional_norms
 from retrofit.surgery.norm_layers import NormLayer, find_norms
@@ -23,15 +23,6 @@ from retrofit.utils.text import one_line, plural, shortlist
 
 Patterns = str | Iterable[str] | None
 Shapes = Mapping[str, Sequence[torch.Size]]
-
-# The target to suggest for a family that the given one does not convert.
-_USUAL = {
-    "bn": "bnn",
-    "ln": "lnn",
-    "gn": "gnn",
-    "in": "inn",
-    "frozen-bn": "frozen",
-}
 
 
 @takes_options
@@ -181,7 +172,16 @@ def _foreign_family(norm: NormLayer, target: Target, families: Sequence[str]) ->
         return ""
     if family in target.families:
         return f"{family!r} is not named in `source`"
-    return f"{norm.family_name} is not a source of {target.name}; try `to={_USUAL[family]!r}`"
+    reason = f"{norm.family_name} is not a source of {target.name}"
+    # What the same converter makes of this family.
+    others = [
+        other.name
+        for other in TARGETS.values()
+        if other.converter == target.converter and family in other.families
+    ]
+    if others:
+        reason += f"; try `to={others[0]!r}`"
+    return reason
 
 
 def _left_out(

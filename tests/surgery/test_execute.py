@@ -13,6 +13,7 @@ import timm
 import torch
 from timm.layers import ConvNormAct, SyncBatchNormAct
 from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
 import retrofit
 from retrofit import RetrofitError, UsageError
@@ -59,8 +60,26 @@ def test_layers_that_cannot_be_converted_are_reported(to: str) -> None:
     rows = plan(model, to).layers
     assert [row.status for row in rows[:3]] == ["converted", "unsupported", "kept"]
     assert "tracks no running statistics" in rows[1].reason
-    assert f"GroupNorm is not a source of {to}; try `to='gnn'`" in rows[2].reason
+    assert rows[2].reason == f"GroupNorm is not a source of {to}"
     assert ["not synchronized" in row.reason for row in rows[3:]] == [to in ("dbn", "dbnn")] * 2
+
+
+@pytest.mark.parametrize(
+    ("to", "module", "advice"),
+    [
+        ("bnn", nn.LayerNorm(8), "; try `to='lnn'`"),
+        ("inn", nn.BatchNorm2d(8), "; try `to='bnn'`"),
+        ("ln", nn.LayerNorm(8), ""),  # it is one
+        ("frozen", nn.LayerNorm(8), ""),  # it has no statistics to freeze
+        ("lnn", nn.Sequential(nn.LayerNorm(8), FrozenBatchNorm2d(8)), ""),
+    ],
+)
+def test_another_target_is_advised_if_it_does_the_same_to_the_layer(
+    to: str, module: nn.Module, advice: str
+) -> None:
+    rows = plan(nn.Sequential(nn.BatchNorm2d(8), nn.InstanceNorm2d(8), module), to).layers
+    assert rows[-1].status == "kept"
+    assert rows[-1].reason.partition(f" is not a source of {to}")[2] == advice
 
 
 def test_group_sizes_and_their_reasons() -> None:
