@@ -17,7 +17,10 @@ from retrofit.errors import RetrofitError, UsageError
 from retrofit.networks import own_networks, torchvision_networks
 from retrofit.networks.hub_connection import no_waiting_for_the_hub
 from retrofit.record import PREFIX, RESERVED_KWARGS, ModelSource, set_record
+from retrofit.utils.files import read_text
 from retrofit.utils.text import one_line
+
+_FOLDER = "local-dir:"
 
 
 def parse(text: str) -> ModelSource:
@@ -144,6 +147,8 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
     """
     if ":" not in source.name:
         parse(str(source))
+    if source.name.startswith(_FOLDER):
+        _check_folder(source.name.removeprefix(_FOLDER))
     fetches = pretrained or source.name.startswith("hf-hub:")
     waiting = no_waiting_for_the_hub() if fetches else nullcontext()
     try:
@@ -157,6 +162,23 @@ def build(source: ModelSource, pretrained: bool = False) -> nn.Module:
         raise _build_error(source, error) from error
     set_record(model, source=source)
     return model
+
+
+def _check_folder(folder: str) -> None:
+    """Make sure that a folder holds the description of a network, as timm writes it.
+
+    Raises:
+        RetrofitError: If it does not.
+    """
+    advice = "give a folder that `retrofit.save_for_hub` or timm wrote"
+    text = read_text(Path(folder, "config.json"), "description of a network", advice=advice)
+    try:
+        described = isinstance(json.loads(text), dict)
+    # Endless nesting is a RecursionError.
+    except (ValueError, RecursionError):
+        described = False
+    if not described:
+        raise RetrofitError(f"{folder}/config.json describes no network; {advice}")
 
 
 def _built(source: ModelSource, pretrained: bool) -> tuple[nn.Module, ModelSource]:

@@ -120,11 +120,22 @@ def test_without_a_network_the_error_says_so_at_once(
 ) -> None:
     with refused(r"cannot download .* check the network.* `checkpoint=FILE`"):
         build(parse(text), pretrained=True)
-    with refused("cannot download local-dir:/absent .*check .* the path"):
-        build(parse("local-dir:/absent"))
     assert (
         "Retrying" not in capfd.readouterr().err
     )  # the hub's client alone would retry for 20 s a file
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", "[" * 100_000])
+def test_a_folder_that_describes_no_network_is_refused(tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    said = "there is no description of a network at .*/absent/config.json; give a folder"
+    with refused(said):
+        build(parse(f"local-dir:{tmp_path}/absent"))
+    with refused("folder/config.json.*; give a folder"):
+        build(parse(f"local-dir:{folder}"))
 
 
 def test_weights_that_do_not_exist() -> None:
