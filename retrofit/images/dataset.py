@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.images.class_maps import FileName, read_class_map
-from retrofit.images.image_files import ADVICE, ImageFiles, folders_of_folders, has_folder
+from retrofit.images.image_files import ADVICE, ImageFiles, folders_of_folders, is_split
 from retrofit.record import Preprocess
 from retrofit.utils.text import one_line, plural, shortlist, shown
 
@@ -204,7 +204,7 @@ def _split_folder(data_dir: FileName, split: str) -> str | None:
         return split
     root = Path(data_dir)
     synonyms = next((names for names in (_TRAIN_NAMES, TO_VALIDATE) if split in names), ())
-    return next((name for name in (split, *synonyms) if has_folder(root, name)), None)
+    return next((name for name in (split, *synonyms) if is_split(root, name, _SPLITS)), None)
 
 
 def has_split(data_dir: FileName | None, dataset: str, split: str) -> bool:

@@ -95,15 +95,47 @@ class ImageFiles:
         return self._names[index]
 
 
-def has_folder(root: Path, name: str) -> bool:
-    """Whether a folder or tar has a folder of a name; in a tar, one that holds folders.
+def is_split(root: Path, name: str, usual: Collection[str]) -> bool:
+    """Whether a folder in a folder or tar is a split of the data, and not a class.
+
+    A split holds folders. One without classes holds images: then another split beside it holds
+    folders, or all folders beside it that hold images have names of splits.
+
+    Args:
+        root: The folder or tar.
+        name: The folder in it.
+        usual: Names of splits, in lower case.
 
     Raises:
         RetrofitError: If the tar cannot be read.
     """
+    above, own = os.path.split(os.path.normpath(name))
+    beside = {folder: os.path.join(above, folder) for folder in _folders_in(root, above)}
+    if own not in beside:
+        return False
+    splits = {folder for folder in beside if folder.lower() in usual} | {own}
+    if any(_folders_in(root, beside[folder]) for folder in splits):
+        return True
+    return not any(_holds_images(root, beside[folder]) for folder in beside.keys() - splits)
+
+
+def _folders_in(root: Path, above: str) -> set[str]:
+    """Return the names of the folders in a folder of a folder or tar, without hidden ones."""
     if root.is_dir():
-        return (root / name).is_dir()
-    return any(Path(image).parent != Path(name) for image in _below(_in_tar(root), name))
+        names = {path.name for path in (root / above).glob("*/")}
+    else:
+        prefix = os.path.join(above, "")
+        inside = _below(_in_tar(root), above or ".")
+        parts = [image.removeprefix(prefix).partition(os.sep) for image in inside]
+        names = {first for first, _, rest in parts if rest}
+    return {name for name in names if not name.startswith(".")}
+
+
+def _holds_images(root: Path, folder: str) -> bool:
+    """Whether there is an image below a folder of a folder or tar."""
+    if root.is_dir():
+        return any(any(map(_is_image, files)) for _, _, files in os.walk(root / folder))
+    return bool(_below(_in_tar(root), folder))
 
 
 def folders_of_folders(root: Path, names: Collection[str]) -> list[str]:
@@ -127,8 +159,9 @@ def _below(extents: dict[str, Extent], folder: str) -> dict[str, Extent]:
     """Return the images that lie in a folder of a tar, "." for all."""
     if folder == ".":
         return extents
-    above = Path(folder)
-    return {name: extent for name, extent in extents.items() if above in Path(name).parents}
+    # Paths are slow: there may be millions of them.
+    prefix = os.path.join(os.path.normpath(folder), "")
+    return {name: extent for name, extent in extents.items() if name.startswith(prefix)}
 
 
 def _in_folder(root: Path) -> tuple[list[str], list[str]]:

@@ -172,11 +172,50 @@ def test_parts_in_a_folder_of_their_own_are_not_read_as_one(tmp_path: Path, pack
     assert len(open_images(place, split=".").images) == 6
 
 
-def test_a_class_called_as_a_part_is_none(tmp_path: Path) -> None:
-    write_folder(tmp_path / "data", each=1)
-    (tmp_path / "data" / "ant").rename(tmp_path / "data" / "train")
-    tar = write_tar(tmp_path / "data", tmp_path / "data.tar")
-    assert open_images(tar).names == ("bee", "cat", "train")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("folders", "split", "images"),
+    [
+        # A class of trains.
+        ("bee/a cat/a train/a", "train", None),
+        ("bee/a cat/a train/a", "validation", 3),
+        ("bee/a cat/a val/a", "validation", 3),
+        ("pets/bee/a pets/test/a", "pets/test", None),
+        # Splits without classes.
+        ("train/a train/b val/a", "train", 2),
+        ("train/a val/a", "validation", 1),
+        ("train/bee/a train/cat/a val/a more/a", "validation", 1),
+        ("fold1/a", "fold1", 1),
+        # With classes, beside something else.
+        ("more/a val/bee/a", "validation", 1),
+        ("bee/a Val/a", "validation", 2),
+    ],
+)
+def test_a_class_called_as_a_part_is_none(
+    tmp_path: Path, packed: bool, folders: str, split: str, images: int | None
+) -> None:
+    for number, file in enumerate(folders.split()):
+        path = tmp_path / "data" / f"{file}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
+    place = tmp_path / "data"
+    if packed:
+        place = write_tar(place, tmp_path / "data.tar")
+    if images is None:
+        with pytest.raises(UsageError, match=f"the data has no split '{split}'; give"):
+            open_images(place, split=split)
+    else:
+        assert len(open_images(place, split=split).images) == images
+
+
+def test_what_holds_no_image_makes_no_class_of_a_split(tmp_path: Path) -> None:
+    for folder in ("train/.cache", "train/bee", "val", "annotations", ".git/bee"):
+        (tmp_path / folder).mkdir(parents=True)
+    Image.new("L", (4, 4)).save(tmp_path / ".git" / "bee" / "a.png")
+    assert not has_split(tmp_path, "", "test")
+    assert has_split(tmp_path, "", "train")
+    with pytest.raises(RetrofitError, match=r"no images found in .*/val "):
+        open_images(tmp_path)
 
 
 def test_a_tar_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
