@@ -157,8 +157,9 @@ def _resumed(
 ) -> tuple[Network, Recipe, Path]:
     """Return the network and the settings of the run in a folder."""
     from retrofit.finetune.run_network import resume_network
+    from retrofit.finetune.run_state import recipe_file
 
-    recipe = folder / "recipe.yaml"
+    recipe = recipe_file(folder)
     reason = f"a run that goes on keeps its settings (to start another: --recipe {recipe})"
     options.refuse_flags(reason, but=(*FREE, "resume", "network", "json"))
     return resume_network(folder, network), load_recipe(recipe, values), folder

@@ -144,7 +144,6 @@ class PreparedRun:
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.lr_schedule = build_lr_schedule(optimizer, recipe, self.epoch_steps)
         self.gate = StepGate(accelerator, self.model, optimizer, recipe.clip_grad)
-        accelerator.init_trackers(self.folder.name, {name: str(value) for name, value in recipe})
 
     def _build_strength_schedule(self) -> StrengthSchedule | None:
         """Return the schedule of all networks' strength and noise; None if no layer has any."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def finetune(
             run.begin()
         else:
             run.restore(state)
+        run.init_trackers()
         stopped = False
         while not (run.position.finished or stopped):
             stopped = run.train_epoch(stop)
@@ -89,14 +90,18 @@ class Run(PreparedRun):
 
     def begin(self) -> None:
         """Fill the folder with what the run begins with."""
-        if self.accelerator.is_main_process:
-            (self.folder / run_state.STATE).mkdir(exist_ok=True)
-            self.recipe.save(self.folder / run_state.RECIPE)
-            # Its saving proves that the network can be built again.
-            start = self.folder / run_state.START
-            self._write_artifact(self.model, start, self.network.weights, proved=False)
+        is_main = self.accelerator.is_main_process
+        first_files: AbstractContextManager[Path] = nullcontext(self.folder)
+        if is_main:
+            first_files = run_state.beginning(self.folder)
+        with first_files as folder:
+            if is_main:
+                self.recipe.save(folder / run_state.RECIPE)
+                # Its saving proves that the network can be built again.
+                start = folder / run_state.START
+                self._write_artifact(self.model, start, self.network.weights, proved=False)
+            self._save_state(folder)
         self.callback.started(self.folder)
-        self.checkpoint()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state.
@@ -120,6 +125,9 @@ class Run(PreparedRun):
 
     def checkpoint(self) -> None:
         """Write the state of all processes."""
+        self._save_state(self.folder)
+
+    def _save_state(self, folder: Path) -> None:
         # Each process has losses and unreadable images of its own.
         positions = gather_object([asdict(self.position)])
         if not self.accelerator.is_main_process:
@@ -131,7 +139,12 @@ class Run(PreparedRun):
         }
         for name, part in self._stateful().items():
             state[name] = part.state_dict()
-        run_state.save_state(self.folder, state)
+        run_state.save_state(folder, state)
+
+    def init_trackers(self) -> None:
+        """Begin to log; trackers may write to the folder, which a run has to itself by now."""
+        settings = {name: str(value) for name, value in self.recipe}
+        self.accelerator.init_trackers(self.folder.name, settings)
 
     @property
     def is_epoch_end(self) -> bool:

@@ -2,7 +2,6 @@
 step depends.
 """
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,9 +13,13 @@ from retrofit.errors import RetrofitError
 from retrofit.utils.files import (
     acquire,
     atomic_write,
+    final_name,
+    flush,
     release,
     sweep,
+    temporary_folder,
     termination_unwinds,
+    writing,
 )
 from retrofit.utils.text import one_line
 
@@ -35,8 +38,8 @@ _LOCK = ".lock"
 def owned(folder: Path, resume: bool) -> Iterator[None]:
     """Own a run's folder while the body runs.
 
-    A new run takes a folder that is empty or absent. If the body fails before a state was saved,
-    what it made is removed; a saved state is never removed.
+    A new run takes a folder that is empty or absent, or that was left by a run that was killed
+    before it began. A folder that is still empty at the end is removed.
 
     Args:
         folder: The run's folder.
@@ -51,12 +54,10 @@ def owned(folder: Path, resume: bool) -> Iterator[None]:
     try:
         sweep(folder)
         sweep(folder / STATE)
+        if not resume:
+            _refuse_files(folder)
         with termination_unwinds():
-            if resume:
-                yield
-            else:
-                with _new_run(folder):
-                    yield
+            yield
     finally:
         release(folder / _LOCK)
         # A folder that holds a run stays.
@@ -80,19 +81,43 @@ def _lock(folder: Path) -> None:
         )
 
 
-@contextmanager
-def _new_run(folder: Path) -> Iterator[None]:
-    """Refuse a folder that holds anything, and clear it if the body saves no state."""
-    if any(path.name != _LOCK for path in folder.iterdir()):
+def _refuse_files(folder: Path) -> None:
+    """Refuse a folder that holds anything but what a killed process left."""
+    others = [path for path in folder.iterdir() if path.name != _LOCK and final_name(path) is None]
+    if others:
         raise RetrofitError(
             f"{folder} exists; give another `folder`, or go on with the run in it by `resume`"
         )
-    try:
-        yield
-    finally:
-        if not (folder / _LAST).exists():
-            (folder / RECIPE).unlink(missing_ok=True)
-            shutil.rmtree(folder / STATE, ignore_errors=True)
+
+
+@contextmanager
+def beginning(folder: Path) -> Iterator[Path]:
+    """Yield a folder for the first files of a run: recipe, state and what stands beside it.
+
+    They appear in the run's folder when the body ends, all of them. If it fails, or the process is
+    killed, none does.
+
+    Raises:
+        RetrofitError: If the disk is full.
+    """
+    with writing(folder), temporary_folder(folder / STATE) as temporary:
+        (temporary / STATE).mkdir()
+        yield temporary
+        # One renaming is all or nothing, two are not.
+        (temporary / RECIPE).rename(temporary / STATE / RECIPE)
+        (temporary / STATE).rename(folder / STATE)
+        recipe_file(folder)
+        flush(folder)
+
+
+def recipe_file(folder: Path) -> Path:
+    """Return the file of the recipe of the run in a folder, which users may edit."""
+    file = folder / RECIPE
+    if not file.exists():
+        # The process that began the run was killed before it had put the recipe there.
+        with suppress(FileNotFoundError):
+            (folder / STATE / RECIPE).rename(file)
+    return file
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
@@ -107,8 +132,12 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
             torch.save({"schema": SCHEMA, **state}, temporary)
         # torch's writer reports a full disk as a RuntimeError.
         except RuntimeError as error:
-            problem = f"cannot write the state {last} ({one_line(error)})"
-            raise RetrofitError(f"{problem}; free space, then go on with `resume`") from error
+            advice = "free space"
+            if last.exists():
+                advice += ", then go on with `resume`"
+            raise RetrofitError(
+                f"cannot write the state {last} ({one_line(error)}); {advice}"
+            ) from error
 
 
 def load_state(folder: Path) -> dict[str, Any]:

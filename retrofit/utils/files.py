@@ -29,6 +29,9 @@ _LOCK = "lock"
 # The name, in a temporary folder, of what is replaced: it goes back if nothing took its place.
 OLD = "old"
 
+# The name of a temporary folder; the group is that of what it is to become.
+_TEMPORARY = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.tmp", re.DOTALL)
+
 # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -234,18 +237,23 @@ def sweep(folder: Path, name: str | None = None) -> None:
     """
     if not folder.is_dir():
         return
-    target = ".+"
-    if name is not None:
-        target = re.escape(name[:200])
-    pattern = re.compile(rf"\.({target})\.[a-z0-9_]{{8}}\.tmp")
     for path in list(folder.iterdir()):
-        match = pattern.fullmatch(path.name)
-        if match is None or not path.is_dir():
+        final = final_name(path)
+        if final is None or not path.is_dir():
+            continue
+        if name is not None and final != name[:200]:
             continue
         if _is_abandoned(path):
-            final = folder / match[1]
-            _discard(path, final)
+            _discard(path, folder / final)
             release(path / _LOCK)
+
+
+def final_name(path: Path) -> str | None:
+    """Return what a temporary folder is to become; None for any other path."""
+    match = _TEMPORARY.fullmatch(path.name)
+    if match is None:
+        return None
+    return match[1]
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -171,8 +171,8 @@ def test_a_full_disk_leaves_no_half_of_a_state(run: Run, network: str) -> None:
         result = run("finetune", network, *DATA, *QUICK, "-o", "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert re.search(r"\nerror: cannot write full/state/.*; free", result.stderr)
-    assert not list(Path("full").rglob("*.tmp"))
+    assert re.search(r"\nerror: cannot write full/.*; free", result.stderr)
+    assert not Path("full").exists()
 
 
 @pytest.mark.slow

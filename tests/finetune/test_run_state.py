@@ -15,7 +15,14 @@ import torch
 from retrofit.errors import RetrofitError
 from retrofit.finetune.recipe import FREE, PLACES, Recipe
 from retrofit.finetune.run_position import Position
-from retrofit.finetune.run_state import SCHEMA, load_state, owned, save_state
+from retrofit.finetune.run_state import (
+    SCHEMA,
+    beginning,
+    load_state,
+    owned,
+    recipe_file,
+    save_state,
+)
 from tests.faults import faults_of, injected
 
 
@@ -65,7 +72,8 @@ def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path: Path) 
 
 
 def test_a_run_killed_before_it_wrote_anything_leaves_an_unused_folder(tmp_path: Path) -> None:
-    fill(tmp_path / "run", ".lock", ".recipe.yaml.0a1b2c3d.tmp/lock")
+    begun = ".state.0a1b2c3d.tmp/"
+    fill(tmp_path / "run", ".lock", f"{begun}lock", f"{begun}recipe.yaml", f"{begun}state/last.pt")
     with owned(tmp_path / "run", resume=False):
         assert contents(tmp_path / "run") == {".lock": (tmp_path / "run" / ".lock").read_bytes()}
     assert os.listdir(tmp_path / "run") == []
@@ -120,8 +128,9 @@ def test_a_run_that_fails_removes_what_it_made_alone(
     tmp_path: Path, folder: str, others: tuple[str, ...]
 ) -> None:
     def fail() -> None:
-        with owned(tmp_path / folder, resume=False):
-            fill(tmp_path / folder, "recipe.yaml", "state/start.safetensors", *others)
+        with owned(tmp_path / folder, resume=False), beginning(tmp_path / folder) as new:
+            fill(new, "recipe.yaml", "state/start.safetensors")
+            fill(tmp_path / folder, *others)
             raise KeyError
 
     with pytest.raises(KeyError):
@@ -139,25 +148,31 @@ def test_where_no_folder_can_be_made(tmp_path: Path, place: str) -> None:
 
 def run_of_three_states(folder: Path, saved: list[int]) -> None:
     with owned(folder, resume=False):
-        fill(folder, "recipe.yaml", "state/start.safetensors")
-        for number in (1, 2, 3):
+        with beginning(folder) as new:
+            fill(new, "recipe.yaml", "state/start.safetensors")
+            save_state(new, {"weights": torch.full((9,), 1)})
+        saved.append(1)
+        for number in (2, 3):
             save_state(folder, {"weights": torch.full((9,), number)})
             saved.append(number)
 
 
 def test_an_error_at_any_call_of_a_run_removes_nothing_that_was_saved(tmp_path: Path) -> None:
+    """And what was not saved is as if it had not begun."""
     folders = map(tmp_path.joinpath, map(str, count()))
     for fault in faults_of(lambda: run_of_three_states(next(folders), [])):
         folder = next(folders)
         saved: list[int] = []
         with injected(fault):
             run_of_three_states(folder, saved)
-        if not saved:
-            continue
-        assert {"recipe.yaml", "state/start.safetensors"} <= contents(folder).keys(), fault
+        if not (folder / "state").exists():
+            run_of_three_states(folder, saved)
+        assert recipe_file(folder).exists(), fault
+        assert "state/start.safetensors" in contents(folder), fault
         with owned(folder, resume=True):
             weights = load_state(folder)["weights"]
-            assert weights.unique().item() in (saved[-1], saved[-1] + 1), fault
+            last = saved[-1] if saved else 0
+            assert weights.unique().item() in (last, last + 1), fault
             save_state(folder, {"weights": torch.zeros(9)})
         assert not load_state(folder)["weights"].any(), fault
 
