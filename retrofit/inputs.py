@@ -2,7 +2,7 @@
 to take.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -106,6 +106,21 @@ class Call:
         if rows == self.batch:
             return self
         return self.select(torch.arange(rows, device="cpu") % self.batch)
+
+    def stretched(self, dims: Collection[int], step: int) -> "Call":
+        """Return the call with `step` more elements along some dimensions, as far as its tensors
+        have them: theirs, repeated in turn.
+        """
+
+        def stretch(x: Tensor) -> Tensor:
+            for dim in dims:
+                if dim < x.ndim:
+                    size = x.shape[dim]
+                    positions = torch.arange(max(1, size + step), device=x.device) % size
+                    x = x.index_select(dim, positions)
+            return x
+
+        return self._mapped(stretch)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Call":
         args, kwargs = tree_map_only(Tensor, function, (self.args, dict(self.kwargs)))
@@ -236,6 +251,21 @@ def holds_boxes(answer: Any) -> bool:
     return bool(detections) and all(
         isinstance(row, Mapping) and isinstance(row.get("boxes"), Tensor) for row in detections
     )
+
+
+def is_detector(model: nn.Module, call: Call) -> bool:
+    """Tell whether a network answers a call with detections, and names parts that it can be
+    compared by. One that names none is not run. The network is left as it was.
+    """
+    names = {name for name, _ in model.named_modules()}
+    if names.isdisjoint(_PARTS_OF_DETECTORS):
+        return False
+    try:
+        with undisturbed(model):
+            return holds_boxes(call.on(model))
+    # Anything may come out of a network's own code.
+    except Exception:
+        return False
 
 
 def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:

@@ -34,6 +34,7 @@ _FORM_NAMES = {
     inference_forms.TwoBranch: "two branches",
     inference_forms.GroupConvolution: "group convolution",
 }
+NO_DETECTORS = "detectors sort and suppress boxes, which torch.export cannot capture"
 # A layer whose forward is somebody's own
 _KEPT = "kept"
 # Converted layers that are no normalization: reports leave them out
@@ -57,12 +58,16 @@ class Program:
     # Why the network was not captured; empty if it was
     not_captured: str = ""
 
-    def exported(self) -> ExportedProgram:
-        """Capture the module again, as it is now, without the checks of its input."""
+    def unconditional(self) -> fx.GraphModule:
+        """Return the captured module, as it is now, without the checks of its input."""
         graph = copy.deepcopy(self.module.graph)
         for node in graph.find_nodes(op="call_module", target=GUARDS):
             graph.erase_node(node)
-        return _exported(fx.GraphModule(self.module, graph), self.call, self.shapes)
+        return fx.GraphModule(self.module, graph)
+
+    def exported(self) -> ExportedProgram:
+        """Capture that again."""
+        return _exported(self.unconditional(), self.call, self.shapes)
 
 
 def capture(
@@ -96,15 +101,14 @@ def capture(
     )
     form_names, powers = _put_forms(net, lambdas or {})
     if is_detector:
-        program.not_captured = (
-            "detectors sort and suppress boxes, which torch.export cannot capture"
-        )
+        program.not_captured = NO_DETECTORS
         return program
     try:
         with announced_if_slow("torch.export is capturing the network"), _one_node_each(powers):
             exported = _exported(net, call, program.shapes, functional=True)
     except RetrofitError as error:
-        program.not_captured = str(error)
+        advice = "some networks need a fixed `batch=1`, or no `dynamic_size`"
+        program.not_captured = f"{error}; {advice}"
         return program
     program.module = refusing_other_calls(exported.module(), call)
     called = _called_layers(program.module)

@@ -11,13 +11,13 @@ from torch.fx import Node
 from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.choose import choose
-from retrofit.export.capture import Program, capture
+from retrofit.export.capture import NO_DETECTORS, Program, capture
 from retrofit.export.graph_nodes import layer_of
 from retrofit.export.graph_passes import fold_program
 from retrofit.export.power_operator import Replacement
 from retrofit.export.report import FoldedLayer
 from retrofit.export.request import Request
-from retrofit.inputs import Call
+from retrofit.inputs import Call, is_detector
 from retrofit.layers.normality_mixin import lambda_values
 from retrofit.utils.forward_pass import evaluating
 
@@ -34,14 +34,22 @@ class FoldedNetwork(NamedTuple):
     comparison: Comparison
 
 
-def checked_fold(request: Request) -> FoldedNetwork:
+def checked_fold(request: Request, *, must_capture: bool = False) -> FoldedNetwork:
     """Fold the requested network; where it cannot be captured, its program's `not_captured` says why.
+
+    Args:
+        request: The network, and how it is to be folded.
+        must_capture: Whether to raise where it cannot be captured, before anything is compared.
 
     Raises:
         RetrofitError: If the network answers with no numbers, does not take other numbers of
             samples once captured, cannot be approximated, or differs from its folded form.
     """
     network = request.network
+    # Detectors are compared part by part, which takes many runs
+    detects = is_detector(network, request.calls[0])
+    if detects and must_capture:
+        raise RetrofitError(f"{NO_DETECTORS}; use `torch.onnx.export` with `dynamo=False`")
     reference = Reference(network, request.judged, tolerance=request.allowed)
     _refuse_missing_numbers(network, reference)
     program = capture(
@@ -50,12 +58,12 @@ def checked_fold(request: Request) -> FoldedNetwork:
         batch=request.batch,
         dynamic_size=request.dynamic_size,
         lambdas=_mean_lambdas(network, request.fitted) if request.freeze_lambda else {},
-        # Detectors are compared part by part.
-        is_detector=any(part.stage for part in reference.parts),
+        is_detector=detects,
     )
     fits: Mapping[Node, Replacement] = {}
     if program.not_captured:
-        program.not_captured += "; some networks need a fixed `batch=1`, or no `dynamic_size`"
+        if must_capture:
+            raise RetrofitError(program.not_captured)
         if request.fold == "poly":
             raise RetrofitError(f"{program.not_captured}; `fold='exact'` may do")
     else:

@@ -12,8 +12,9 @@ from torch import nn
 
 import retrofit
 from retrofit.compare import Reference
-from retrofit.errors import RetrofitError, UsageError
+from retrofit.errors import UsageError
 from retrofit.export.checked_fold import REPORT_IT, FoldedNetwork, checked_fold
+from retrofit.export.conditions import refuse_other_functions
 from retrofit.export.onnx_file import OPSETS, Check, to_onnx, written
 from retrofit.export.power_operator import Polynomial
 from retrofit.export.precision import narrowed
@@ -116,9 +117,8 @@ def export_onnx(
     file = ensure_writable(path, force)
     if report is not None:
         check_report(report, file, force)
-    folded = checked_fold(request)
-    if folded.program.not_captured:
-        raise RetrofitError(folded.program.not_captured)
+    folded = checked_fold(request, must_capture=True)
+    refuse_other_functions(request, folded.program)
     proto, checks = _onnx_model(request, folded, opset)
     record = record_of(model)
     labels = _labels_of(record, proto)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call
@@ -35,6 +35,24 @@ def refusing_other_calls(captured: fx.GraphModule, call: Call) -> fx.GraphModule
     signature = Signature(structure, list(call.kwargs), arguments)
     module.register_forward_pre_hook(signature, with_kwargs=True)
     return module.eval()
+
+
+def unmet_condition(module: nn.Module, call: Call) -> str:
+    """Return the first condition of its capture that a call of a captured network does not meet;
+    empty if it meets all.
+    """
+    return _unmet(module, tree_leaves((call.args, dict(call.kwargs))))
+
+
+def _unmet(module: nn.Module, values: list[Any]) -> str:
+    conditions = getattr(module, GUARDS, None)
+    if conditions is None:
+        return ""
+    try:
+        conditions(*values)
+    except AssertionError as error:
+        return one_line(error)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -94,16 +112,12 @@ class Signature:
                 f"{names}; {_AGAIN}"
             )
         self._check_values(values)
-        conditions = getattr(module, GUARDS, None)
-        if conditions is None:
-            return
-        try:
-            conditions(*values)
-        except AssertionError as error:
+        condition = _unmet(module, values)
+        if condition:
             raise RetrofitError(
                 "the folded network was captured under a condition that this call does not meet "
-                f"({one_line(error)}); {_AGAIN}"
-            ) from error
+                f"({condition}); {_AGAIN}"
+            )
 
     def _check_values(self, values: list[Any]) -> None:
         pairs = zip(self.arguments.items(), values, strict=True)

@@ -25,6 +25,7 @@ from retrofit.export import ExportReport, checked_fold, onnx_export, onnx_file
 from retrofit.record import Preprocess, set_record
 from retrofit.utils.forward_pass import silence
 from tests.export.networks import norm, slow
+from tests.test_inputs import Detector
 
 LABELS = ["ant", "bee", "cat", "dog", "elk"]
 
@@ -91,6 +92,36 @@ def test_dynamic_batch_and_size(tmp_path: Path) -> None:
         onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"input": x.numpy()})[0]
     )
     torch.testing.assert_close(found, model(x).detach(), atol=1e-5, rtol=1e-5)
+
+
+class Sized(nn.Sequential):  # goes another way for some sizes
+    def __init__(self, is_other: Any, other: Any) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.ReLU())
+        self.is_other, self.other = is_other, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (self.other(y) if self.is_other(x.shape) else y).mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("is_other", "condition"),
+    [
+        (lambda shape: shape[0] > 4, r"size\(\)\[0\] <= 4\).*; fix `batch`$"),
+        (lambda shape: shape[2] % 2, r"\[2\] % 2 == 0\).*; leave out `dynamic_size`$"),
+        (lambda shape: shape[2] != shape[3], "size.*==.*size"),
+    ],
+)
+def test_a_file_holds_no_conditions_so_it_has_to_be_right_without(
+    is_other: Any, condition: str, tmp_path: Path
+) -> None:
+    options: Any = {"input_size": (3, 12, 12), "dynamic_size": "`batch`" not in condition}
+    with pytest.raises(RetrofitError, match=f"holds for some sizes alone .*{condition}"):
+        export(Sized(is_other, lambda y: 2 * y), tmp_path / "a.onnx", **options)
+    assert not contents(tmp_path)
+    # Two ways to the same numbers
+    report = export(Sized(is_other, lambda y: y + y - y), tmp_path / "a.onnx", **options)
+    assert report.parity.passed
 
 
 def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
@@ -175,6 +206,16 @@ def test_a_detector_gets_forms_and_is_compared_by_its_parts() -> None:
         folded = retrofit.fold(model, input_size=(3, 64, 64))
     image = torch.rand(3, 64, 64)
     torch.testing.assert_close(folded([image])[0]["boxes"], model([image])[0]["boxes"])
+
+
+def test_a_detector_is_refused_after_one_run(tmp_path: Path) -> None:
+    model = Detector().eval()
+    head = mock.Mock(side_effect=nn.functional.conv2d)
+    refused = pytest.raises(RetrofitError, match=r"^detectors sort .*use `torch.onnx.export` with ")
+    with mock.patch("torch.nn.modules.conv.F.conv2d", head), refused:
+        export(model, tmp_path / "a.onnx")
+    # Two convolutions: will it take such inputs, and what does it answer?
+    assert head.call_count == 4
 
 
 def test_a_folded_network_is_in_float32_compiles_copies_and_is_captured_again(

@@ -1,0 +1,79 @@
+"""Conditions of a capture, which a file of ONNX cannot hold.
+
+torch.export follows one way through a network's code, and notes under which conditions on the sizes
+other inputs would have gone it too. Most only choose between ways to the same numbers. So each
+condition that another size breaks is tried: there, the captured operations alone have to give what
+the network gives.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from retrofit.compare import ComparisonError, Reference
+from retrofit.errors import RetrofitError
+from retrofit.export.capture import Program
+from retrofit.export.request import Request
+from retrofit.export.signature import unmet_condition
+from retrofit.inputs import Call
+
+# Steps from a captured size to others, which leave remainders of all kinds
+_STEPS = (1, 2, 3, 4, 7, 8, 16, 32, -1)
+# Numbers of samples
+_BATCHES = (*range(1, 9), 16, 32)
+# Inputs tried for each condition: the network may refuse one
+_TRIALS = 3
+
+
+def refuse_other_functions(request: Request, program: Program) -> None:
+    """Check a captured program at sizes beyond the conditions of its capture.
+
+    Raises:
+        ComparisonError: If it is not the network's function there.
+    """
+    trials = _trials(request, program)
+    if not trials:
+        return
+    captured = program.unconditional()
+    for condition, calls in trials.items():
+        for call in calls:
+            try:
+                reference = Reference(request.network, [call], tolerance=request.allowed)
+                comparison = reference.compare(captured)
+            # What one of them does not take, nobody is told wrong numbers for
+            except RetrofitError:
+                continue
+            if comparison.differs:
+                claim = f"the captured network holds for some sizes alone ({condition}), and elsewhere differs"
+                has_other_batch = call.batch != request.calls[0].batch
+                advice = "fix `batch`" if has_other_batch else "leave out `dynamic_size`"
+                raise ComparisonError(comparison, claim, advice)
+            break
+
+
+def _trials(request: Request, program: Program) -> dict[str, list[Call]]:
+    """Return, for each condition, some calls that break it."""
+    trials: dict[str, list[Call]] = {}
+    for call in _other_calls(request):
+        shapes = call.to(torch.device("meta"), torch.float32)
+        condition = unmet_condition(program.module, shapes)
+        if not condition:
+            continue
+        calls = trials.setdefault(condition, [])
+        if len(calls) < _TRIALS:
+            calls.append(call)
+    return trials
+
+
+def _other_calls(request: Request) -> Iterator[Call]:
+    """Yield calls of other sizes, as far as these may vary."""
+    example = request.calls[0]
+    if request.batch is None:
+        for rows in _BATCHES:
+            yield example.resized(rows)
+    if not request.dynamic_size:
+        return
+    last = max(tensor.ndim for tensor in example.tensors)
+    for step in _STEPS:
+        for dims in ({*range(2, last)}, *({dim} for dim in range(2, last))):
+            yield example.stretched(dims, step)
