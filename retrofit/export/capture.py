@@ -5,16 +5,18 @@ The power transform is one node of the captured graph, `retrofit::power`; all el
 """
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
 from retrofit.errors import RetrofitError
+from retrofit.export.graph_nodes import ATEN
 from retrofit.export.power_operator import POWER
 from retrofit.export.signature import GUARDS, refusing_other_calls
 from retrofit.inputs import Call
@@ -66,8 +68,12 @@ class Program:
         return fx.GraphModule(self.module, graph)
 
     def exported(self) -> ExportedProgram:
-        """Capture that again."""
-        return _exported(self.unconditional(), self.call, self.shapes)
+        """Capture that again, for an ONNX file."""
+        module = self.unconditional()
+        for node in module.graph.find_nodes(op="call_function", target=ATEN.group_norm.default):
+            node.target = _group_norm
+        module.recompile()
+        return _exported(module, self.call, self.shapes)
 
 
 def capture(
@@ -116,6 +122,27 @@ def capture(
         name: form for name, form in form_names.items() if name in called or form == _KEPT
     }
     return program
+
+
+def _group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    _cudnn_enabled: bool = True,
+) -> Tensor:
+    """Compute a group normalization that becomes ONNX's InstanceNormalization.
+
+    ONNX's GroupNormalization computes a variance as E[x^2] - E[x]^2, which is negative by rounding
+    for a flat image, and NaN then.
+    """
+    samples, channels = x.shape[:2]
+    elements = math.prod(x.shape[2:])
+    result, _, _ = torch.native_group_norm(
+        x.contiguous(), weight, bias, samples, channels, elements, groups, eps
+    )
+    return result
 
 
 def _varying_shapes(call: Call, any_batch: bool, dynamic_size: bool) -> ShapesCollection:

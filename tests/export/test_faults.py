@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -342,3 +343,20 @@ def test_maps_merge_past_a_cast_that_torch_export_asserts() -> None:
     model, _ = retrofit.convert(ScaledInFloat32().eval(), "frozen", input_size=(3, 8, 8))
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(retrofit.fold(model)(x), model(x))
+
+
+@pytest.mark.parametrize("groups", [16, *slow(4)])
+def test_nearly_flat_images_in_a_group_norm_of_the_newest_opset(
+    groups: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(groups, 16), nn.ReLU(), *pool).eval()
+    retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(3, 16, 16), opset=22)
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    images = 20 + 0.01 * torch.randn(4, 3, 16, 16)
+    # A flat one
+    images[0] = 20
+    (outputs,) = session.run(None, {"input": images.numpy()})
+    expected = model.double()(images.double()).detach()
+    torch.testing.assert_close(torch.from_numpy(outputs).double(), expected, atol=2e-3, rtol=0)
