@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from retrofit.conversion_options import OPTIONS
 from retrofit.utils.files import atomic_write
@@ -40,16 +41,23 @@ def _listed(value: Any) -> Any:
 
 
 def _parts(value: Any) -> Any:
-    """Take a split's name, or a fraction of the training images."""
+    """Take a split's name, or a fraction of the training images.
+
+    Raises:
+        PydanticCustomError: If it is a number that is no fraction.
+    """
     try:
-        return float(value)
+        fraction = float(value)
     except (TypeError, ValueError, OverflowError):
         return value
+    if not 0 <= fraction < 1:
+        raise PydanticCustomError("split", "Input should be a split's name, or from 0 to below 1")
+    return fraction
 
 
 Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_listed)]
 Milestones = Annotated[list[Count], BeforeValidator(_listed)]
-Split = Annotated[str | Fraction, BeforeValidator(_parts)]
+Split = Annotated[str | float, BeforeValidator(_parts)]
 
 
 def _as(default: Any, description: str) -> Any:
@@ -87,7 +95,7 @@ class Recipe(BaseModel):
     class_map: str | None = _as(None, "File with class names in the order of the outputs.")
     num_classes: Count | None = _as(None, "Number of outputs, if the data does not say.")
     img_size: Count | None = _as(None, "Image height and width (default: the network's own).")
-    crop_pct: Positive | None = _as(
+    crop_pct: Annotated[float, Field(ge=0.1, le=1)] | None = _as(
         None, "Center crop for validation (default: the network's own)."
     )
 

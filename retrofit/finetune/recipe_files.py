@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from retrofit.errors import UsageError
 from retrofit.finetune.recipe import Recipe, did_you_mean
+from retrofit.images import NAMED_BY_TIMM
 from retrofit.utils.files import read_text
 from retrofit.utils.text import one_line, plural, printable, shown
 
@@ -21,8 +22,6 @@ _INSTALLED = Path(__file__).parents[1] / "recipes"
 _RECIPES = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "recipes"
 # A recipe is a page of text.
 _MOST_BYTES = 2**14
-# How the names of timm's datasets begin.
-_NAMED = ("torch/", "tfds/", "hfds/", "hfids/", "wds/")
 _SOURCES = frozenset({"data_dir", "dataset"})
 # Characters for what is wrong with a recipe.
 _LONGEST = 520
@@ -64,7 +63,7 @@ def load_recipe(name: str | Path | None, overrides: Mapping[str, Any]) -> Recipe
 
 
 def _names_a_dataset(path: Any) -> bool:
-    return isinstance(path, str) and path.startswith(_NAMED) and not os.path.exists(path)
+    return isinstance(path, str) and path.startswith(NAMED_BY_TIMM) and not os.path.exists(path)
 
 
 def _mistakes(settings: dict[str, Any], error: ValidationError) -> list[str]:

@@ -93,6 +93,7 @@ def fit_network(
         The network, and the names of its new tensors.
 
     Raises:
+        UsageError: If the recipe's outputs are fewer than the data has classes.
         RetrofitError: If the network cannot be trained on these images: it holds NaN or infinity,
             it does not take them, its classifier cannot be replaced, or it has to teach and its
             outputs or their names differ from the data's.
@@ -107,6 +108,12 @@ def fit_network(
     present = scores_of(network)
     class_names = images.names
     outputs = recipe.num_classes or len(class_names or ()) or present
+    needed = images.train.outputs if recipe.labelled else None
+    if needed is not None and needed > outputs:
+        raise UsageError(
+            f"the data needs {plural(needed, 'output')}, one for each class; "
+            f"give `num_classes={needed}` or leave it out"
+        )
     new_tensors: tuple[str, ...] = ()
     if outputs != present:
         if recipe.teacher == "source":

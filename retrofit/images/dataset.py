@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.images import NAMED_BY_TIMM
 from retrofit.images.class_maps import FileName, read_class_map
 from retrofit.images.image_files import ADVICE, ImageFiles, folders_of_folders, is_split
 from retrofit.record import Preprocess
@@ -316,10 +317,16 @@ def _check_origin(data_dir: FileName | None, dataset: str) -> None:
         raise UsageError(
             "the digits are built in and lie in no folder; drop `dataset` or `data_dir`"
         )
-    if dataset.lower() in ("torch/folder", "torch/image_folder"):
+    name = dataset.lower()
+    if name in ("torch/folder", "torch/image_folder"):
         raise UsageError(f"{dataset} is a folder of images; give `data_dir` alone")
-    if dataset:
+    if dataset == "digits" or name.startswith(NAMED_BY_TIMM):
         return
+    if dataset:
+        raise UsageError(
+            f"unknown dataset {shown(dataset)}; give a name of timm (torch/cifar10, hfds/...), "
+            "digits, or `data_dir` alone"
+        )
     if data_dir is None:
         raise UsageError("there is nothing to read images from; give `data_dir` or `dataset`")
     if not Path(data_dir).exists():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune import run_network
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_images import open_data
@@ -103,6 +103,14 @@ def test_a_network_that_is_not_finite_is_refused(pictures: Path) -> None:
     message = r"^layer1.0.bn1.running_lambda of test_resnet holds NaN or infinity before the first step; train from oth"
     with pytest.raises(RetrofitError, match=message):
         run_network.fit_network(network, open_data(recipe, None, 3), recipe, lambda note: None)
+
+
+def test_fewer_outputs_than_classes_are_refused(pictures: Path) -> None:
+    recipe = Recipe(data_dir=str(pictures), num_classes=2)
+    images = open_data(recipe, None, 3)
+    message = "^the data needs 3 outputs, one for each class; give `num_classes=3` or leave it out$"
+    with pytest.raises(UsageError, match=message):
+        run_network.fit_network(small_network(), images, recipe, lambda note: None)
 
 
 DISTILLED = {"teacher": "source"}
