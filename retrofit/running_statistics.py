@@ -57,8 +57,8 @@ def update_bn(
         not read. A layer that no batch reached keeps its statistics and is not counted.
 
     Raises:
-        RetrofitError: If the loader is empty, or statistics are not finite; all statistics are then
-            restored.
+        RetrofitError: If the loader holds no sample, or statistics are not finite; all statistics
+            are then restored.
     """
     layers = estimated_layers(model)
     if not layers:
@@ -68,7 +68,7 @@ def update_bn(
     # Torch's function resets every layer first, and puts no momentum back if it fails.
     unchanged = left_as_it_was(model, unwritten=model.parameters())
     with unchanged, modes_kept(model):
-        swa_utils.update_bn(loader, model, device)
+        swa_utils.update_bn(_with_samples(loader), model, device)
         reached = [layer for layer in layers if layer.num_batches_tracked > 0]
         estimated = _buffers_of(reached)
         estimates = [buffer.clone() for buffer in estimated]
@@ -79,6 +79,14 @@ def update_bn(
     for buffer, value in pairs:
         buffer.copy_(value)
     return len(reached)
+
+
+def _with_samples(loader: Iterable[Any]) -> Iterator[Any]:
+    """Leave out batches without samples, which have no moments but would count as batches."""
+    for batch in loader:
+        samples = input_of(batch)
+        if not isinstance(samples, Tensor) or samples.numel():
+            yield batch
 
 
 def _check_finite(estimates: Iterable[Tensor], description: str) -> None:
@@ -165,7 +173,7 @@ def _mean_moments(
         layer.register_forward_pre_hook(partial(measure, name)) for name, layer in layers.items()
     )
     with evaluating(model), watched:
-        for images in map(input_of, loader):
+        for images in map(input_of, _with_samples(loader)):
             model(images if device is None else images.to(device))
     if not sums:
         raise RetrofitError("the loader held no batch to measure moments on; give it data")

@@ -111,6 +111,24 @@ def test_what_cannot_be_estimated_leaves_the_statistics_as_they_were(
     )
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_batch_without_samples_counts_for_nothing(listed: bool) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    before = copy.deepcopy(model.state_dict())
+    empty = LOADER[0][:0]
+    loader = [LOADER[0], empty, LOADER[1]]
+    if listed:
+        empty, loader = [empty, None], [[batch, None] for batch in loader]
+    with pytest.raises(RetrofitError, match="the loader held no batch"):
+        retrofit.update_bn([empty, empty], model)
+    assert_same(model.state_dict(), before)
+    assert retrofit.update_bn(loader, model) == 1
+    moments = [torch.var_mean(batch.double(), (0, 2, 3)) for batch in LOADER[:2]]
+    var, mean = (torch.stack(each).mean(0) for each in zip(*moments, strict=True))
+    torch.testing.assert_close(model[0].running_mean.double(), mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model[0].running_var.double(), var, rtol=1e-6, atol=1e-6)
+
+
 def test_a_layer_that_no_batch_reaches_keeps_its_statistics() -> (
     None
 ):  # as the head for training alone of Inception

@@ -8,23 +8,33 @@ from accelerate.tracking import get_available_trackers
 
 from retrofit.errors import UsageError
 from retrofit.finetune.recipe import Recipe
+from retrofit.utils.text import one_line
 
 
 def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     """Set up the run that `torchrun` or `accelerate launch` started.
 
     Raises:
-        UsageError: If a device or tracker is missing, or the device has no such mixed precision.
+        UsageError: If a device or tracker is missing, the device has no such mixed precision, or
+            the process has had another.
     """
     _refuse_missing_trackers(recipe.log_with)
     on_cpu = _runs_on_cpu(recipe.device)
-    return Accelerator(
-        cpu=on_cpu,
-        mixed_precision=_mixed_precision(recipe, on_cpu),
-        gradient_accumulation_steps=recipe.grad_accum_steps,
-        log_with=recipe.log_with or None,
-        project_dir=str(folder),
-    )
+    precision = _mixed_precision(recipe, on_cpu)
+    try:
+        return Accelerator(
+            cpu=on_cpu,
+            mixed_precision=precision,
+            gradient_accumulation_steps=recipe.grad_accum_steps,
+            log_with=recipe.log_with or None,
+            project_dir=str(folder),
+        )
+    # accelerate holds these for all of a process.
+    except ValueError as error:
+        raise UsageError(
+            "an earlier run in this process had another device or mixed precision "
+            f"({one_line(error)}); start a new process"
+        ) from error
 
 
 def _runs_on_cpu(device: str | None) -> bool:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 import retrofit
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, UsageError
 from retrofit.evaluation import Accuracy
 from retrofit.finetune import run, run_report, validation
+from retrofit.finetune.accelerator import make_accelerator
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run_images import open_data
@@ -381,6 +382,14 @@ def test_a_trained_network_that_was_converted_teaches_and_its_run_can_be_resumed
     network.model, _ = retrofit.convert(network.model, "bnn")
     assert not train("taught", network, stop=lambda: True, **settings).finished
     assert train("taught", resume=True, **settings).finished
+
+
+def test_another_mixed_precision_in_one_process_is_refused(train: Train, tmp_path: Path) -> None:
+    """Accelerate keeps that of the first run."""
+    make_accelerator(Recipe(), tmp_path)
+    with pytest.raises(UsageError, match="an earlier run in this process had another device or"):
+        train("run", amp=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_mixed_precision_and_channels_last(train: Train) -> None:
