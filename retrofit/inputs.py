@@ -107,16 +107,16 @@ class Call:
             return self
         return self.select(torch.arange(rows, device="cpu") % self.batch)
 
-    def stretched(self, dims: Collection[int], step: int) -> "Call":
-        """Return the call with `step` more elements along some dimensions, as far as its tensors
-        have them: theirs, repeated in turn.
+    def stretched(self, dims: Collection[int], size: Callable[[int], int]) -> "Call":
+        """Return the call with `size` of the elements along some dimensions, as far as its tensors
+        have them: these repeated in turn.
         """
 
         def stretch(x: Tensor) -> Tensor:
             for dim in dims:
                 if dim < x.ndim:
-                    size = x.shape[dim]
-                    positions = torch.arange(max(1, size + step), device=x.device) % size
+                    old = x.shape[dim]
+                    positions = torch.arange(max(1, size(old)), device=x.device) % old
                     x = x.index_select(dim, positions)
             return x
 

@@ -11,11 +11,12 @@ import onnx
 from torch import nn
 
 import retrofit
-from retrofit.compare import Reference
+from retrofit.compare import TOLERANCE, Reference
 from retrofit.errors import UsageError
+from retrofit.export.capture import Program
 from retrofit.export.checked_fold import REPORT_IT, FoldedNetwork, checked_fold
-from retrofit.export.conditions import refuse_other_functions
 from retrofit.export.onnx_file import OPSETS, Check, to_onnx, written
+from retrofit.export.other_sizes import at_other_sizes, refuse_other_functions
 from retrofit.export.power_operator import Polynomial
 from retrofit.export.precision import narrowed
 from retrofit.export.report import SCHEMA, ExportReport, check_report
@@ -171,8 +172,8 @@ def _onnx_model(
     proto, exported = to_onnx(program, opset)
     if request.precision != "float32":
         narrow, check = narrowed(request, proto, exported)
-        return narrow, [check]
-    checks: list[Check] = []
+        return narrow, [*_check_of_sizes(request, program, check.reference.tolerance), check]
+    checks = _check_of_sizes(request, program)
     if request.approximates:
         reference = Reference(network, request.calls)
         of_approximation = Check(reference, REPORT_IT)
@@ -181,6 +182,16 @@ def _onnx_model(
     of_whole = Check(folded.reference, REPORT_IT)
     checks.append(of_whole)
     return proto, checks
+
+
+def _check_of_sizes(
+    request: Request, program: Program, tolerance: float = TOLERANCE
+) -> list[Check]:
+    """Return the check of a file whose height and width may vary."""
+    if not request.dynamic_size:
+        return []
+    reference = at_other_sizes(request, program, tolerance)
+    return [Check(reference, "leave out `dynamic_size`")]
 
 
 def _node_counts(proto: onnx.ModelProto) -> dict[str, int]:

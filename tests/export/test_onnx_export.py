@@ -124,6 +124,18 @@ def test_a_file_holds_no_conditions_so_it_has_to_be_right_without(
     assert report.parity.passed
 
 
+@pytest.mark.parametrize("precision", ["float32", *slow("float16", "int8")])
+def test_a_size_that_the_exporter_takes_for_a_constant(precision: str, tmp_path: Path) -> None:
+    options: Any = {"precision": precision, "calibrate": [torch.randn(4, 3, 8, 8)]}
+    options |= {"input_size": (3, 8, 8), "force": True}
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(4)).eval()
+    with pytest.raises(RetrofitError, match=r"^ONNX Runtime differs .*; leave out `dynamic_size`$"):
+        export(model, tmp_path / "a.onnx", dynamic_size=True, **options)
+    assert not contents(tmp_path)
+    model[1] = nn.AdaptiveAvgPool2d(1)
+    assert export(model, tmp_path / "a.onnx", dynamic_size=True, **options).parity.passed
+
+
 def test_polynomials(model: nn.Module, tmp_path: Path) -> None:
     images = list(torch.randn(4, 8, 3, 6, 6))
     report = export(

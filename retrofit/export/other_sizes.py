@@ -1,12 +1,15 @@
-"""Conditions of a capture, which a file of ONNX cannot hold.
+"""Sizes other than the example's, for which a file has to be right too.
 
 torch.export follows one way through a network's code, and notes under which conditions on the sizes
-other inputs would have gone it too. Most only choose between ways to the same numbers. So each
-condition that another size breaks is tried: there, the captured operations alone have to give what
-the network gives.
+other inputs would have gone it too. Most only choose between ways to the same numbers. A file
+of ONNX cannot hold conditions. So each that another size breaks is tried: there, the captured
+operations alone have to give what the network gives. And the exporter may take a size that varies
+for a constant, as that of an adaptive pooling, so the file is run at other sizes too.
 """
 
+import operator
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -16,6 +19,7 @@ from retrofit.export.capture import Program
 from retrofit.export.request import Request
 from retrofit.export.signature import unmet_condition
 from retrofit.inputs import Call
+from retrofit.utils.text import one_line
 
 # Steps from a captured size to others, which leave remainders of all kinds
 _STEPS = (1, 2, 3, 4, 7, 8, 16, 32, -1)
@@ -23,6 +27,26 @@ _STEPS = (1, 2, 3, 4, 7, 8, 16, 32, -1)
 _BATCHES = (*range(1, 9), 16, 32)
 # Inputs tried for each condition: the network may refuse one
 _TRIALS = 3
+
+
+def at_other_sizes(request: Request, program: Program, tolerance: float) -> Reference:
+    """Return what a captured program gives where the sizes behind the channels are others.
+
+    Raises:
+        RetrofitError: If it takes none of the sizes that are tried.
+    """
+    example = request.unseen[0].resized(1)
+    dims = range(2, max(tensor.ndim for tensor in example.tensors))
+    calls = [example.stretched(dims, partial(operator.add, step)) for step in (1, 32)]
+    # What divides a size divides its double
+    calls += [example.stretched([dim], partial(operator.mul, 2)) for dim in dims]
+    try:
+        return Reference(program.unconditional(), calls, tolerance=tolerance)
+    except RetrofitError as error:
+        raise RetrofitError(
+            f"the captured network took no other size that was tried ({one_line(error)}); leave "
+            "out `dynamic_size`"
+        ) from error
 
 
 def refuse_other_functions(request: Request, program: Program) -> None:
@@ -76,4 +100,4 @@ def _other_calls(request: Request) -> Iterator[Call]:
     last = max(tensor.ndim for tensor in example.tensors)
     for step in _STEPS:
         for dims in ({*range(2, last)}, *({dim} for dim in range(2, last))):
-            yield example.stretched(dims, step)
+            yield example.stretched(dims, partial(operator.add, step))
