@@ -3,6 +3,7 @@ map in, and how nodes are put in and taken out.
 """
 
 from collections import defaultdict
+from itertools import count
 from typing import Any
 
 import torch
@@ -91,7 +92,6 @@ class CapturedGraph:
         self.batch_norms = program.batch_norms
         self._constants = _constants_of(self.module)
         self._tied = _tied_of(self.module)
-        self._added = 0
 
     def constant(self, value: Any) -> Tensor | None:
         """Return the value of an argument that no input reaches; None for others."""
@@ -146,8 +146,7 @@ class CapturedGraph:
 
     def insert(self, before: Node, x: Any, part: nn.Module) -> Node:
         """Insert a module that takes `x` and gives what the node `before` gives."""
-        self._added += 1
-        name = f"_form_{self._added}"
+        name = self._unused_name("_form")
         self.module.add_module(name, part.eval())
         with self.graph.inserting_before(before):
             node = self.graph.call_module(name, (x,))
@@ -172,14 +171,18 @@ class CapturedGraph:
             constant = self._constants[replaced]
             constant.data = value
             return replaced
-        self._added += 1
-        name = f"_folded_{self._added}"
+        name = self._unused_name("_folded")
         self.module.register_buffer(name, value)
         graph = self.graph
         with graph.inserting_before(before):
             node = graph.get_attr(name)
         self._constants[node] = value
         return node
+
+    def _unused_name(self, prefix: str) -> str:
+        """Return a name that the module does not have: it may be a folded network itself."""
+        names = (f"{prefix}_{number}" for number in count(1))
+        return next(name for name in names if not hasattr(self.module, name))
 
     def _is_own_constant(self, node: Node) -> bool:
         """Return whether a node is a constant that one node alone uses."""

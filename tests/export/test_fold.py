@@ -434,3 +434,14 @@ def test_the_norm_is_the_model() -> None:
     assert folded(norm(4, running_lambda=torch.ones(4)), torch.randn(2, 4, 5, 5)).layers == {
         "": "affine"
     }
+
+
+def test_a_folded_network_is_folded_again() -> None:
+    kinds = (nn.ReLU, nn.GELU)
+    blocks = [nn.Sequential(nn.Conv2d(4, 4, 1), norm(4), kind()) for kind in kinds]
+    model = nn.Sequential(*blocks, batch_norm(nn.BatchNorm2d(4)), nn.MaxPool2d(2)).eval()
+    x = torch.randn(3, 4, 6, 6)
+    once = folded(model, x).module
+    twice = folded(once, x).module
+    expected = model.double()(x.double()).float().detach()
+    torch.testing.assert_close(twice(x), expected, atol=2e-5, rtol=1e-4)
