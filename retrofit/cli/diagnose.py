@@ -28,7 +28,12 @@ from retrofit.cli.console import emit, progress_bar, say
 @options.option("-b --batch-size", "Images per batch.", click.IntRange(2), default=6)
 @options.option("--channels", "Channels per plot.", click.IntRange(1), default=20)
 @options.device
-@options.option("--seed", "Random seed for channels, values and noise.", int, default=0)
+@options.option(
+    "--seed",
+    "Random seed for channels, values and noise.",
+    click.IntRange(0, 2**32 - 1),
+    default=0,
+)
 @options.option(
     "-o --output folder", "Folder to write (default: NAME-diagnosis).", Path, metavar="DIR"
 )

@@ -91,7 +91,10 @@ def device_named(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        value = torch.zeros(1, device=name)
+        # The device "meta" takes tensors, and computes nothing.
+        value.item()
+        return value.device
     # torch raises RuntimeError, AssertionError, NotImplementedError, ...
     except Exception as error:
         why = one_line(error).rstrip(".")

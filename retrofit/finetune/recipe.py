@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,6 +14,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -49,7 +52,9 @@ def _parts(value: Any) -> Any:
     try:
         fraction = float(value)
     except (TypeError, ValueError, OverflowError):
-        return value
+        fraction = math.nan
+        if isinstance(value, str):
+            return value
     if not 0 <= fraction < 1:
         raise PydanticCustomError("split", "Input should be a split's name, or from 0 to below 1")
     return fraction
@@ -196,6 +201,17 @@ class Recipe(BaseModel):
     log_with: Annotated[list[str], BeforeValidator(_listed)] = _as(
         [], "accelerate trackers to log to."
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse YAML's yes and no for a number: pydantic takes them for 1 and 0."""
+        if (
+            isinstance(value, bool)
+            and cls.model_fields[str(info.field_name)].annotation is not bool
+        ):
+            raise PydanticCustomError("value", "Input should be a value")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

@@ -152,6 +152,8 @@ NET, DATA = "net.safetensors", "--data-dir pictures"
             "--runtime runs exported files",
         ),
         ("bench test_resnet --device abacus", 2, "cannot use --device abacus"),
+        ("bench test_resnet --against test_vit --device meta", 2, "cannot use --device meta"),
+        (f"diagnose {NET} --seed 99999999999999999999 {DATA}", 2, "range 0<=x<=4294967295"),
         ("bench a.onnx", 2, "name it with --against"),
         ("bench a.onnx --against b.onnx --amp --checkpoint w.pth", 2, "drop --amp, --checkpoint"),
         ("convert test_vit --to bnn", 1, "LayerNorm is not a source of bnn; try --to lnn"),
