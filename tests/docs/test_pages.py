@@ -62,6 +62,11 @@ def blocks(page: Path) -> list[str]:  # the Python blocks of a page
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def words_of(page: Path) -> str:
+    """A page as one line, wherever its lines end."""
+    return " ".join(page.read_text().split())
+
+
 TESTED = re.compile(r"^<!--tested-->\n\n((?:    .*\n)+)", re.MULTILINE)
 
 
@@ -337,13 +342,12 @@ def test_the_gains_in_federated_averaging_are_the_recorded_ones() -> None:
     docs = ROOT / "docs"
     for page in (docs / "evidence.md", docs / "guides" / "federated.md"):
         assert all(gain in page.read_text() for gain in gains.values()), page
-    readme = PAGES[0].read_text()
-    shown = [gains[arm, n].partition(" ")[0] for n in (0, 1) for arm in ("bn", "probe")]
-    over_batch_norm, over_probe, second, second_over_probe = shown
+    shown = [gains[arm].partition(" ")[0] for arm in (("bn", 0), ("probe", 0), ("probe", 1))]
+    over_batch_norm, over_probe, second_over_probe = shown
     assert (
-        f"| {over_batch_norm} over BatchNorm, {over_probe} over the last layer alone; "
-        f"MobileNetV2: {second}, {second_over_probe} |"
-    ) in readme
+        f"{over_batch_norm} points (over the last layer alone, {over_probe}; "
+        f"MobileNetV2: {second_over_probe}, may be chance)"
+    ) in words_of(PAGES[0])
 
 
 @pytest.mark.parametrize(
@@ -358,23 +362,14 @@ def test_the_gains_where_a_network_fits_are_the_recorded_ones(
 ) -> None:
     rows = table("reproduce.md", "network", f"5,000 pictures, 60 epochs, learning rate {rate}")
     means = {name: f"{number(rows[name][1]):.1f}%" for name in (plain, noise, both)}
-    of_noise, of_all = (over_seeds(rows[name][2]) for name in (noise, both))
+    of_noise = over_seeds(rows[noise][2])
     of_transform = over_seeds(rows[both][3])
     guide = (ROOT / "docs" / "guides" / "normality.md").read_text()
     cells = [means[both], means[noise], f"+{of_transform}", means[plain]]
     assert f"[until {until} fits](../appendix/paper-checks.md#until-it-fits) 5,000 images" in guide
     assert f"5,000 images | {' | '.join(cells)} |" in guide
     assert of_noise in guide
-    readme = PAGES[0].read_text()
-    cells = [means[plain]]
-    cells += [f"{means[noise]} (+{of_noise})", f"{means[both]} (+{of_all})", f"+{of_transform}"]
-    assert f"| {' | '.join(cells)} |" in readme
-    situation = re.search(
-        r"^\| study normality .*\| the noise: (.*); the transform: (.*) \|$", readme, re.M
-    )
-    assert situation
-    for gain, shown in zip((of_noise, of_transform), situation.groups(), strict=True):
-        assert gain.partition(" ")[0] in shown
+    assert f"| {means[plain]} | {of_noise} | {of_transform} |" in PAGES[0].read_text()
     appendix = (ROOT / "docs" / "appendix" / "paper-checks.md").read_text()
     for name in (plain, noise, both):
         assert f"| {rows[name][0]} | {means[name]} |" in appendix
@@ -400,11 +395,15 @@ def test_the_times_of_readme_are_the_recorded_ones() -> None:
     )
     exported = [float(cell) for cells in latency for cell in cells]
     steps = dict(re.findall(r"channels_last \| (\S+) \| (\S+)", (RESULTS / "gpu.md").read_text()))
-    readme = PAGES[0].read_text()
-    for target, name in (("frozen", FROZEN), ("ln", "ln, t to 1")):
-        cpu = " | ".join(f"{int(run[name]) / int(run[BN]):.1f}" for run in runs)
-        assert f"| `{target}` | {cpu} | {float(steps[target]):.1f} |" in readme
-    assert f"| {min(exported):.1f} to {max(exported):.1f} |\n" in readme
+    frozen, ln = (
+        " to ".join(f"{int(run[name]) / int(run[BN]):.1f}" for run in runs)
+        for name in (FROZEN, "ln, t to 1")
+    )
+    on_gpu = " and ".join(f"{float(steps[target]):.1f}" for target in ("frozen", "ln"))
+    said = words_of(PAGES[0])
+    assert f"takes {frozen} of BatchNorm's time with `frozen`, {ln} with `ln`;" in said
+    assert f"on an H200, {on_gpu} (" in said
+    assert f"Exported, `ln` takes {min(exported):.1f} to {max(exported):.1f} on a CPU." in said
 
 
 def test_readme_is_short() -> None:
