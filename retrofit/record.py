@@ -7,13 +7,15 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
 from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.utils.text import shown
+from retrofit.utils.text import shortlist, shown
 
 # Begins the name of what builds a network of one's own: `py:package.module:callable`.
 PREFIX = "py:"
@@ -255,7 +257,8 @@ def network_in(model: nn.Module) -> nn.Module:
 
     Raises:
         UsageError: If it is no network.
-        RetrofitError: If it is or holds what keeps its parameters or its code elsewhere.
+        RetrofitError: If it is or holds what keeps its parameters or its code elsewhere, or
+            parameters without a shape.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -269,4 +272,14 @@ def network_in(model: nn.Module) -> nn.Module:
                 f"{type(part).__name__} holds parameters or code that no conversion reaches; "
                 "convert the network first, then wrap, shard or script it"
             )
+    lazy = [
+        name
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        if is_lazy(tensor)
+    ]
+    if lazy:
+        raise RetrofitError(
+            f"{shortlist(lazy)} have no shape until the network is called; run one forward pass "
+            "and convert again"
+        )
     return unwrapped(model)

@@ -186,8 +186,24 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     eager: AbstractContextManager[Any] = nullcontext()
     if any(map(_is_compiled, model.modules())):
         eager = torch.compiler.set_stance("force_eager")
-    with evaluating(model), eager, random_states_kept(device_of(model)):
+    states_kept = random_states_kept(device_of(model))
+    with evaluating(model), eager, _no_fused_transformers(), states_kept:
         yield
+
+
+@contextmanager
+def _no_fused_transformers() -> Iterator[None]:
+    """Have torch's transformer layers call their parts, on all tokens.
+
+    Otherwise they call no norm in evaluation, and an encoder packs the tokens that a mask leaves,
+    which its layers do not take while their parts have hooks.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

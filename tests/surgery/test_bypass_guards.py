@@ -61,6 +61,29 @@ def test_transformers_call_their_converted_norms_in_evaluation(
     assert (expected - followed).abs().max() > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested")
+def test_a_masked_transformer_is_converted_on_masked_inputs() -> None:
+    source = Transformer().eval()
+    mask = torch.zeros(3, 16, dtype=torch.bool)
+    mask[0, 12:] = True
+    _, report = retrofit.convert(source, "lnn", inputs=(torch.randn(3, *SIZE), mask))
+    assert report.check is not None
+    assert report.check.passed
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.parametrize("to", ["bnn", "ln-pn"])
+def test_a_network_with_lazy_layers_is_told_to_run_first(to: str) -> None:
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(3)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), *head)
+    with pytest.raises(
+        RetrofitError, match=r"5\.weight, 5\.bias have no shape .* one forward pass"
+    ):
+        retrofit.convert(model, to, inputs=torch.randn(2, *SIZE))
+    model(torch.randn(2, *SIZE))
+    retrofit.convert(model, to, inputs=torch.randn(2, *SIZE))
+
+
 class Hidden(nn.Module):  # calls its norm by another reference
     def __init__(self) -> None:
         super().__init__()
