@@ -20,12 +20,17 @@ from opacus.validators.utils import register_module_validator
 from timm.layers import BatchNormAct2d, SyncBatchNormAct
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from retrofit.layers import ProxyNorm
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.frozen_batch_norm import ConstantAffine
+from retrofit.layers.sample_norms import _InstanceNormalNorm
 from retrofit.opacus.layer_classes import BATCH_DEPENDENT, BATCH_INDEPENDENT
 from retrofit.utils.text import ROOT, shortlist
+
+# They have running statistics, and do not use them in training.
+_AVERAGING = (_InstanceNorm, _InstanceNormalNorm)
 
 opacus_validate: Any = ModuleValidator.validate
 _opacus_add_hooks = GradSampleHooks.add_hooks
@@ -89,6 +94,25 @@ def _over_batches(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def _over_time(model: nn.Module) -> dict[str, nn.Module]:
+    """Return, by name, the layers that normalize each sample by itself, but average its statistics
+    into the network, whether or not they are trained.
+    """
+    return {
+        name or ROOT: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _AVERAGING) and layer.training and layer.running_mean is not None
+    }
+
+
+def _refusal_of_averages(layers: dict[str, nn.Module]) -> str:
+    classes = shortlist(sorted({type(layer).__name__ for layer in layers.values()}))
+    return (
+        f"{classes} averages statistics of private samples, trained or not "
+        f"({shortlist(list(layers))}); build it with track_running_stats=False"
+    )
+
+
 def _refusal(layers: dict[str, nn.Module]) -> str:
     classes = shortlist(sorted({type(layer).__name__ for layer in layers.values()}))
     remedy = "call retrofit.freeze_norms(model), or convert the source network to frozen"
@@ -112,6 +136,9 @@ def _validate_network(
     mixing = {name: layer for name, layer in _over_batches(module).items() if layer not in judged}
     if mixing:
         errors.append(ShouldReplaceModuleError(_refusal(mixing)))
+    averaging = {name: layer for name, layer in _over_time(module).items() if layer not in judged}
+    if averaging:
+        errors.append(ShouldReplaceModuleError(_refusal_of_averages(averaging)))
     if strict and errors:
         raise UnsupportedModuleError(errors)
     return errors
@@ -126,16 +153,19 @@ def _validate_hooks(
     Layers that mix the samples are refused too, trained or not.
     """
     mixing = _over_batches(module)
-    errors = _errors_of_buffers(module, {*mixing.values()})
+    averaging = _over_time(module)
+    errors = _errors_of_buffers(module, {*mixing.values(), *averaging.values()})
     if mixing:
         errors.append(NotImplementedError(_refusal(mixing)))
+    if averaging:
+        errors.append(NotImplementedError(_refusal_of_averages(averaging)))
     errors += _errors_of_proxies(module)
     if strict and errors:
         raise NotImplementedError(errors)
     return errors
 
 
-def _errors_of_buffers(model: nn.Module, mixing: set[nn.Module]) -> list[NotImplementedError]:
+def _errors_of_buffers(model: nn.Module, refused: set[nn.Module]) -> list[NotImplementedError]:
     """Return an error for each trained layer with buffers that are no constants of ours."""
     constants = {
         id(buffer)
@@ -148,7 +178,7 @@ def _errors_of_buffers(model: nn.Module, mixing: set[nn.Module]) -> list[NotImpl
             f"{name or 'the model'} ({type(layer).__name__}) is trained and holds buffers"
         )
         for name, layer in trainable_modules(model)
-        if layer not in mixing and any(id(buffer) not in constants for buffer in layer.buffers())
+        if layer not in refused and any(id(buffer) not in constants for buffer in layer.buffers())
     ]
 
 

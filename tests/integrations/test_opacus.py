@@ -288,3 +288,18 @@ def test_an_epoch_with_differential_privacy() -> None:
     assert not torch.equal(
         before["_module.conv_stem.weight"], model.state_dict()["_module.conv_stem.weight"]
     )
+
+
+@pytest.mark.parametrize("target", [None, "inn"])
+def test_frozen_layers_that_average_statistics_of_samples_are_refused(target: str | None) -> None:
+    norm = nn.InstanceNorm2d(4, affine=True, track_running_stats=True).requires_grad_(False)
+    model: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Flatten(), nn.Linear(144, 2))
+    if target:
+        model, _ = retrofit.convert(model, target, input_size=(3, 8, 8))
+    model.train()
+    errors = ModuleValidator.validate(model)
+    assert "averages statistics of private samples, trained or not (1)" in str(errors)
+    with pytest.raises(NotImplementedError, match="averages statistics of private samples"):
+        wrap_model(model, "hooks")
+    model.get_submodule("1").eval()
+    assert not ModuleValidator.validate(model)
