@@ -272,9 +272,9 @@ class EstimatedTransform(nn.Module):
         a = h.abs()
         sign, log = _sign_and_log(h, a)
         signed = sign * log
-        tiny = torch.finfo(h.dtype).tiny
-        v = v.clamp_min(tiny)
-        least, most = step_bounds(low.clamp_max(-tiny), high.clamp_min(tiny))
+        # A captured form keeps its numbers in float16, where float32's smallest would be 0
+        v = v.clamp_min(_TINY)
+        least, most = step_bounds(low.clamp_max(-_TINY), high.clamp_min(_TINY))
         # An eighth of a, (1 + a) * l and d
         eighth = a * _EIGHTH
         grown = (eighth + _EIGHTH) * log

@@ -360,3 +360,12 @@ def test_nearly_flat_images_in_a_group_norm_of_the_newest_opset(
     (outputs,) = session.run(None, {"input": images.numpy()})
     expected = model.double()(images.double()).detach()
     torch.testing.assert_close(torch.from_numpy(outputs).double(), expected, atol=2e-3, rtol=0)
+
+
+def test_constant_tokens_in_a_folded_network_that_is_halved() -> None:
+    model, _ = retrofit.convert(nn.Sequential(nn.LayerNorm(16)), "lnn", input_size=(16,))
+    retrofit.set_strength(model, 1.0)
+    folded = retrofit.fold(model, input_size=(16,)).half()
+    x = torch.randn(3, 16)
+    x[0] = 0.5
+    torch.testing.assert_close(folded(x.half()).float(), model(x).detach(), atol=5e-3, rtol=0)
