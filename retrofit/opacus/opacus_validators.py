@@ -17,7 +17,7 @@ from opacus.validators.errors import (
     UnsupportedModuleError,
 )
 from opacus.validators.utils import register_module_validator
-from timm.layers import BatchNormAct2d, SyncBatchNormAct
+from timm.layers import BatchNormAct2d, EvoNorm2dB0, EvoNorm2dB1, EvoNorm2dB2, SyncBatchNormAct
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -29,6 +29,7 @@ from retrofit.layers.sample_norms import _InstanceNormalNorm
 from retrofit.opacus.layer_classes import BATCH_DEPENDENT, BATCH_INDEPENDENT
 from retrofit.utils.text import ROOT, shortlist
 
+_OF_BATCHES = (_BatchNorm, EvoNorm2dB0, EvoNorm2dB1, EvoNorm2dB2)
 # They have running statistics, and do not use them in training.
 _AVERAGING = (_InstanceNorm, _InstanceNormalNorm)
 
@@ -90,7 +91,7 @@ def _over_batches(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name or ROOT: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+        if isinstance(layer, _OF_BATCHES) and (layer.training or layer.running_var is None)
     }
 
 
@@ -116,7 +117,9 @@ def _refusal_of_averages(layers: dict[str, nn.Module]) -> str:
 def _refusal(layers: dict[str, nn.Module]) -> str:
     classes = shortlist(sorted({type(layer).__name__ for layer in layers.values()}))
     remedy = "call retrofit.freeze_norms(model), or convert the source network to frozen"
-    if any(layer.running_mean is None for layer in layers.values()):
+    if not all(isinstance(layer, _BatchNorm) for layer in layers.values()):
+        remedy = "put them in evaluation by `eval()` after each `train()`"
+    if any(layer.running_var is None for layer in layers.values()):
         remedy = (
             "build those without running statistics with track_running_stats=True and train them; "
             f"then {remedy}"

@@ -14,7 +14,7 @@ from opacus import PrivacyEngine
 from opacus.grad_sample.utils import wrap_model
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
-from timm.layers import BatchNormAct2d, LayerNorm2d
+from timm.layers import BatchNormAct2d, EvoNorm2dB0, LayerNorm2d
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -300,6 +300,15 @@ def test_frozen_layers_that_average_statistics_of_samples_are_refused(target: st
     errors = ModuleValidator.validate(model)
     assert "averages statistics of private samples, trained or not (1)" in str(errors)
     with pytest.raises(NotImplementedError, match="averages statistics of private samples"):
+        wrap_model(model, "hooks")
+    model.get_submodule("1").eval()
+    assert not ModuleValidator.validate(model)
+
+
+def test_a_frozen_evonorm_of_batches_is_refused() -> None:
+    model = mixing(EvoNorm2dB0(8))
+    assert "EvoNorm2dB0 normalizes each sample by its batch" in str(ModuleValidator.validate(model))
+    with pytest.raises(NotImplementedError, match=r"evaluation by `eval\(\)`"):
         wrap_model(model, "hooks")
     model.get_submodule("1").eval()
     assert not ModuleValidator.validate(model)
