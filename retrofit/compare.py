@@ -4,17 +4,19 @@ outputs is compared.
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from retrofit.errors import RetrofitError
-from retrofit.inputs import Call, holds_boxes, parts_of_detector
+from retrofit.inputs import Call, holds_boxes, hooks_on_parts
 from retrofit.utils.forward_pass import hooked, undisturbed
 from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
 from retrofit.utils.text import with_class
@@ -118,23 +120,30 @@ _Outputs = list[list[Tensor]]
 _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
 
 
-class _RecordedOutputs(NamedTuple):
-    """The outputs of a network, and those of its layers, in some calls.
+class Answer(NamedTuple):
+    """What a network answers to one call.
 
     Attributes:
-        outputs: The tensors of the network's output in each call.
+        call: The call.
+        outputs: The tensors of the output.
         layers: By layer, the shape and some elements of each of its outputs.
-        boxes: Whether the network's outputs are detections.
+        parts: If the output is detections, the answers of the network's parts.
     """
 
-    outputs: _Outputs
+    call: Call
+    outputs: list[Tensor]
     layers: _Layers
-    boxes: bool
+    parts: "list[Answer]"
 
 
-def _recorded(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> _RecordedOutputs:
-    """Make some calls of a network, with the named layers watched."""
-    kept: _Layers = {name: [] for name in layers}
+def answers_of(
+    model: Any, calls: Iterable[Call], layers: Iterable[str] = ()
+) -> list[Answer | Exception]:
+    """Make some calls of a network, which is left as it was, or of a function; watch the named
+    layers. Where a call is refused, return what was raised.
+    """
+    kept: _Layers = {}
+    parts: list[Call] = []
 
     def keep(
         layer: nn.Module, name: str, called: nn.Module, _args: tuple[Any, ...], output: Any
@@ -143,17 +152,38 @@ def _recorded(model: Any, calls: Iterable[Call], layers: Iterable[str]) -> _Reco
         if called is layer and isinstance(output, Tensor):
             kept[name].append((output.shape, _kept(_some_elements(output))))
 
-    watched = {name: model.get_submodule(name) for name in kept}
-    outputs = []
-    boxes = False
-    with hooked(
-        layer.register_forward_hook(partial(keep, layer, name)) for name, layer in watched.items()
-    ):
+    def answer_to(call: Call) -> Answer:
+        nonlocal kept
+        kept = {name: [] for name in watched}
+        parts.clear()
+        output = call.on(model)
+        answer = Answer(call, [_kept(tensor) for tensor in tensors_in(output)], kept, [])
+        if not call.stage and holds_boxes(output):
+            answer.parts.extend(map(answer_to, list(parts)))
+        return answer
+
+    left_alone: AbstractContextManager[Any] = torch.no_grad()
+    watched = {}
+    hooks: Iterable[RemovableHandle] = ()
+    if isinstance(model, nn.Module):
+        left_alone = undisturbed(model)
+        watched = {name: model.get_submodule(name) for name in layers}
+        hooks = chain(
+            hooks_on_parts(model, parts),
+            (
+                layer.register_forward_hook(partial(keep, layer, name))
+                for name, layer in watched.items()
+            ),
+        )
+    answers: list[Answer | Exception] = []
+    with left_alone, hooked(hooks):
         for call in calls:
-            answer = call.on(model)
-            outputs.append([_kept(tensor) for tensor in tensors_in(answer)])
-            boxes = boxes or holds_boxes(answer)
-    return _RecordedOutputs(outputs, kept, boxes)
+            # Anything may come out of a network's own code.
+            try:
+                answers.append(answer_to(call))
+            except Exception as error:
+                answers.append(error)
+    return answers
 
 
 def _some_elements(output: Tensor) -> Tensor:
@@ -209,47 +239,25 @@ class Reference:
         tolerance: float = TOLERANCE,
         layers: Iterable[str] = (),
     ) -> None:
-        self.calls: list[Call] = []
-        self.parts: list[Call] = []
-        self._outputs: _Outputs = []
-        self._layers: _Layers = {name: [] for name in layers}
-        refusals: list[Exception] = []
-        with undisturbed(model):
-            for call in calls:
-                # Anything may come out of a network's own code.
-                try:
-                    self._add(model, call)
-                except Exception as error:
-                    refusals.append(error)
-        if not self.calls:
-            first = refusals[0]
-            refusal = with_class(first)
+        answers = answers_of(model, calls, layers)
+        taken = [answer for answer in answers if isinstance(answer, Answer)]
+        if not taken:
+            refusals = [answer for answer in answers if isinstance(answer, Exception)]
             raise RetrofitError(
-                f"the network did not take the example inputs ({refusal}); give it others with "
-                "`inputs`"
-            ) from first
-        batches = [call.batch for call in self.calls]
-        self.batches = tuple(batches)
-        tensors: list[Tensor] = []
-        for answer in self._outputs:
-            tensors.extend(answer)
+                f"the network did not take the example inputs ({with_class(refusals[0])}); give it "
+                "others with `inputs`"
+            ) from refusals[0]
+        judged = [part for answer in taken for part in answer.parts or [answer]]
+        self.calls = [answer.call for answer in taken]
+        self.parts = [answer.call for answer in judged]
+        self._outputs = [answer.outputs for answer in judged]
+        self._layers = _by_layer(judged)
+        self.batches = tuple(call.batch for call in self.calls)
+        tensors = [tensor for answer in judged for tensor in answer.outputs]
         self.not_checked = _nothing_to_compare(tensors)
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
         rounding = _rounding_of(tensors)
         self.tolerance = max(tolerance, rounding)
-
-    def _add(self, model: nn.Module, call: Call) -> None:
-        """Keep the outputs of a call."""
-        parts = [call]
-        recorded = _recorded(model, parts, self._layers)
-        if recorded.boxes:
-            parts = parts_of_detector(model, call) or parts
-            recorded = _recorded(model, parts, self._layers)
-        self.calls.append(call)
-        self.parts += parts
-        self._outputs += recorded.outputs
-        for name, values in recorded.layers.items():
-            self._layers[name] += values
 
     @property
     def shapes(self) -> dict[str, list[torch.Size]]:
@@ -286,41 +294,41 @@ class Reference:
         watched = {}
         if layers:
             watched = self._layers
-        recorded = self._run_on_same_calls(other, watched)
+        answers = self._answers_of(other, watched)
+        outputs = [answer.outputs for answer in answers]
         # Without layers there is nothing else to judge by than the outputs, however small.
         largest = max(
             (scale_of(value) for values in watched.values() for _, value in values), default=0.0
         )
-        result = self._compare_outputs(recorded.outputs, zero=_ROUNDING * largest)
+        result = self._compare_outputs(outputs, zero=_ROUNDING * largest)
         if not result.differs:
-            result = self._worse_layer(result, recorded, watched)
+            result = self._worse_layer(result, _by_layer(answers))
         if not result.differs and not result.scale:
             result = replace(
                 result, not_checked="every output is zero, which proves nothing; check the weights"
             )
-        agreement = self._top1_agreement(recorded.outputs)
+        agreement = self._top1_agreement(outputs)
         return replace(result, batches=self.batches, top1_agreement=agreement)
 
-    def _run_on_same_calls(self, other: Any, watched: Iterable[str]) -> _RecordedOutputs:
+    def _answers_of(self, other: Any, watched: Iterable[str]) -> list[Answer]:
         """Make the same calls of another network."""
-        left_alone = undisturbed(other) if isinstance(other, nn.Module) else nullcontext()
-        try:
-            with left_alone, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                return _recorded(other, self.parts, watched)
-        except RetrofitError:
-            raise
-        except Exception as error:
-            raise RetrofitError(
-                f"the network does not take what it took before ({with_class(error)})"
-            ) from error
+        answers = []
+        for answer in answers_of(other, self.parts, watched):
+            if isinstance(answer, RetrofitError):
+                raise answer
+            if isinstance(answer, Exception):
+                raise RetrofitError(
+                    f"the network does not take what it took before ({with_class(answer)})"
+                ) from answer
+            answers.append(answer)
+        return answers
 
-    def _worse_layer(
-        self, result: Comparison, recorded: _RecordedOutputs, watched: Iterable[str]
-    ) -> Comparison:
-        """Return the comparison of the first layer that differs. If none does, return `result`,
-        that of the outputs, or that of the layer that differs most if the outputs are zero.
+    def _worse_layer(self, result: Comparison, layers: _Layers) -> Comparison:
+        """Return the comparison of the first of the `layers` that differs. If none does, return
+        `result`, that of the outputs, or that of the layer that differs most if the outputs are
+        zero.
         """
-        rows = [self._compare_layer(name, recorded.layers[name]) for name in watched]
+        rows = [self._compare_layer(name, kept) for name, kept in layers.items()]
         differing = next((row for row in rows if row.differs), None)
         if differing is not None:
             return differing
@@ -366,6 +374,12 @@ class Reference:
             gap = scale = 0.0
         compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
         return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
+
+
+def _by_layer(answers: Sequence[Answer]) -> _Layers:
+    """Return what the watched layers gave in all calls."""
+    watched = answers[0].layers
+    return {name: [seen for answer in answers for seen in answer.layers[name]] for name in watched}
 
 
 def _kept(value: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 to take.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
@@ -152,21 +153,33 @@ def example_calls(
             )
         return [call_with(inputs)]
     size = tuple(input_size or own_input_size(model))
-    listed = len(size) == 3 and takes_image_list(model, size[0])
-    refusals: list[Exception] = []
-    for batches in _BATCHES:
-        calls = [_random_call(model, size, batch, listed) for batch in batches]
-        try:
-            with undisturbed(model):
+    # Anything may come out of a network's own code.
+    try:
+        return _random_calls(model, size)
+    except Exception as error:
+        raise RetrofitError(
+            f"the network did not take a random input of size {'x'.join(map(str, size))} "
+            f"({with_class(error)}); give example tensors with `inputs`, or another `input_size`"
+        ) from error
+
+
+def _random_calls(model: nn.Module, size: tuple[int, ...]) -> list[Call]:
+    """Return random calls that a network takes; raise what it raises on a single sample if it takes
+    none.
+    """
+    placement = placement_of(model)
+    refusals = []
+    with undisturbed(model) as start_again:
+        listed = len(size) == 3 and _batches_images(model, size[0], placement)
+        for batches in _BATCHES:
+            calls = [_random_call(model, size, batch, listed).to(*placement) for batch in batches]
+            start_again()
+            try:
                 calls[0].on(model)
-            return calls
-        # Anything may come out of a network's own code
-        except Exception as error:
-            refusals.append(error)
-    raise RetrofitError(
-        f"the network did not take a random input of size {'x'.join(map(str, size))} "
-        f"({with_class(refusals[0])}); give example tensors with `inputs`, or another `input_size`"
-    ) from refusals[0]
+                return calls
+            except Exception as error:
+                refusals.append(error)
+    raise refusals[0]
 
 
 def call_with(inputs: Inputs) -> Call:
@@ -214,9 +227,19 @@ class _TookListError(Exception):
 def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
     """Tell whether a network takes a list of images of several sizes, as detectors do.
 
-    It is called with two images and stopped at its first layer with parameters, which gets the
-    batch that the network made of them. Any other network refuses the list before that. The network
-    is left as it was.
+    The network is left as it was.
+    """
+    with undisturbed(model):
+        return _batches_images(model, channels, placement_of(model))
+
+
+def _batches_images(
+    model: nn.Module, channels: int, placement: tuple[torch.device, torch.dtype]
+) -> bool:
+    """Tell whether a network makes a batch of two images of different sizes.
+
+    It is stopped at its first layer with parameters, which gets the batch. A network that takes no
+    list refuses it before that.
     """
 
     def stop(_layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -228,12 +251,11 @@ def takes_image_list(model: nn.Module, channels: int = 3) -> bool:
         if holds_both:
             raise _TookListError
 
-    device, dtype = placement_of(model)
-    images = [torch.zeros(channels, *sides, device=device, dtype=dtype) for sides in _SIDES]
+    images = [torch.zeros(channels, *sides).to(*placement) for sides in _SIDES]
     layers = [module for module in model.modules() if module._parameters]
     stopping = hooked(layer.register_forward_pre_hook(stop) for layer in layers)
     try:
-        with undisturbed(model), stopping:
+        with stopping:
             model(images)
     except _TookListError:
         return True
@@ -268,15 +290,14 @@ def is_detector(model: nn.Module, call: Call) -> bool:
         return False
 
 
-def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
-    """Return calls of a detector's backbone and heads, each with what it got when the whole was
-    called.
+def hooks_on_parts(model: nn.Module, parts: list[Call]) -> Iterator[RemovableHandle]:
+    """Register hooks that add to `parts` the calls of a detector's backbone and heads, each with
+    what it gets when the whole is called.
 
     Boxes come out of sorting and suppression, where a rounding error may swap two candidates, so
-    two detectors are compared by these parts. Empty for a detector that does not name them as
-    torchvision does.
+    two detectors are compared by these parts. A detector that does not name them as torchvision
+    does has none.
     """
-    parts: list[Call] = []
 
     def record(
         stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -284,14 +305,9 @@ def parts_of_detector(model: nn.Module, call: Call) -> list[Call]:
         part = Call(args, kwargs, stage)
         parts.append(part._mapped(_filled))
 
-    hooks = (
-        module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name, module in model.named_modules()
-        if name in _PARTS_OF_DETECTORS
-    )
-    with hooked(hooks):
-        call.on(model)
-    return parts
+    for name, module in model.named_modules():
+        if name in _PARTS_OF_DETECTORS:
+            yield module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
 
 
 def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bool) -> Call:
@@ -300,11 +316,7 @@ def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bo
     shapes = [size] * batch
     if not listed:
         shapes = input_shapes(model, size, batch)
-    device, dtype = placement_of(model)
-    tensors = []
-    for shape in shapes:
-        sample = standard_normal(shape, generator)
-        tensors.append(sample.to(device, dtype))
+    tensors = [standard_normal(shape, generator) for shape in shapes]
     if listed:
         return Call((tensors,))
     return Call(tuple(tensors))

@@ -18,7 +18,7 @@ from retrofit.errors import RetrofitError
 from retrofit.layers import MigratedGroupNorm, StrengthMixin
 from retrofit.record import unwrapped
 from retrofit.surgery import apply, plan
-from retrofit.utils.forward_pass import device_of, evaluating, hooked, input_of, modes_kept
+from retrofit.utils.forward_pass import device_of, evaluating, hooked, input_of
 from retrofit.utils.snapshot import left_as_it_was
 
 _SYNCHRONIZED: dict[type[nn.Module], type[nn.Module]] = {
@@ -66,8 +66,7 @@ def update_bn(
     if device is not None:
         device = torch.device(device)
     # Torch's function resets every layer first, and puts no momentum back if it fails.
-    unchanged = left_as_it_was(model, unwritten=model.parameters())
-    with unchanged, modes_kept(model):
+    with left_as_it_was(model, unwritten=model.parameters()):
         swa_utils.update_bn(_with_samples(loader), model, device)
         reached = [layer for layer in layers if layer.num_batches_tracked > 0]
         estimated = _buffers_of(reached)

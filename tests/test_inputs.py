@@ -11,7 +11,7 @@ from torchvision.models.detection import backbone_utils
 
 import retrofit
 from retrofit.compare import Reference
-from retrofit.inputs import example_calls, takes_image_list
+from retrofit.inputs import Call, example_calls, takes_image_list
 
 
 class Detector(nn.Module):  # of nobody's library: pads images to one size, and gives boxes by score
@@ -70,6 +70,44 @@ def test_a_detector_of_any_library_is_compared_by_its_parts() -> None:
     assert reference.compare(model).passed
     model.head.bias.data += 1
     assert reference.compare(model).differs
+
+
+def test_a_detector_is_called_once_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Detector().eval()
+    calls = example_calls(model, None, (3, 8, 8))
+    stages: list[str] = []
+    make_call = Call.on
+
+    def on(call: Call, model: Any) -> Any:
+        stages.append(call.stage)
+        return make_call(call, model)
+
+    monkeypatch.setattr(Call, "on", on)
+    Reference(model, calls)
+    assert stages == ["", "backbone", "head"] * 2
+
+
+class Busy(nn.Module):  # does not start again before it is done, and is never done with a list
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.busy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.busy
+        self.busy = True
+        out: Tensor = self.norm(x)
+        assert len(x) > 1
+        self.busy = False
+        return out
+
+
+def test_what_a_network_refuses_leaves_no_trace_in_the_next_call() -> None:
+    model = Busy()
+    calls = example_calls(model, None, (3, 8, 8))
+    assert [call.batch for call in calls] == [2, 3]
+    assert not model.busy
+    assert model.training
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,7 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
     from retrofit.networks.open_model import open_model
-    from retrofit.surgery.functional_norms import functional_norms
-    from retrofit.surgery.norm_layers import find_norms
+    from retrofit.surgery.planning import normalizations_in
 
     opening = taken(arguments, open_model)
     # What is left are the options of a conversion.
@@ -62,16 +61,15 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     if to is None and flags:
         raise UsageError(f"`{flags[0]}` belongs to a conversion; give --to TARGET too")
     network = open_model(model, **opening)
-    norms = list(find_norms(network.model))
-    rows = [_row(norm) for norm in norms]
+    source = normalizations_in(network.model)
+    rows = [_row(norm) for norm in source.norms]
     counts = Counter(row["source"] for row in rows)
-    functional = functional_norms(network.model, norms)
     answer: dict[str, Any] = {
         "model": network.source.name,
         "library": network.source.library,
         "layers": rows,
         "counts": dict(counts),
-        "functional": functional,
+        "functional": source.functions,
     }
     if to is None:
         _show_layers(rows, full)
@@ -82,7 +80,7 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
         statuses = ", ".join(f"{count} {status}" for status, count in plan.counts.items())
         say(statuses)
         answer["plan"] = {**plan.to_dict(), "counts": plan.counts}
-    for sentence in functional:
+    for sentence in source.functions:
         say(f"note: {sentence}")
     emit(answer)
 

@@ -17,7 +17,6 @@ from torch import fx, nn
 
 from retrofit.graph import recognition
 from retrofit.graph.source_code import raising_outcomes
-from retrofit.utils.forward_pass import modes_kept
 from retrofit.utils.snapshot import Snapshot
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -92,7 +91,7 @@ def traced(
         snapshot.empty_caches()
         try:
             # Code under trace warns about proxies, not about the model.
-            with modes_kept(module), warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings(action="ignore"):
                 module.train(training)
                 tracer.trace(module)
         except Exception as error:
@@ -133,11 +132,11 @@ def _is_raised_by_code(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def reads_of_mode() -> Iterator[list[nn.Module]]:
-    """Note each module whose `training` code reads meanwhile, but for that of `modes_kept`."""
+    """Note each module whose `training` code reads meanwhile, but for a snapshot's."""
     readers: list[nn.Module] = []
 
     def read(module: Any) -> bool:
-        if sys._getframe(1).f_globals["__name__"] != modes_kept.__module__:
+        if sys._getframe(1).f_globals["__name__"] != Snapshot.__module__:
             readers.append(module)
         if "training" in vars(module):
             return bool(vars(module)["training"])

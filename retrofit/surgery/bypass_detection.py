@@ -3,22 +3,25 @@ without calling them.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from retrofit.compare import Answer, answers_of
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call
 from retrofit.layers import FrozenBatchNorm
-from retrofit.utils.forward_pass import device_of, random_states_kept, undisturbed
-from retrofit.utils.output_tensors import largest_gap, tensors_in
-from retrofit.utils.text import shortlist
+from retrofit.surgery.plan_and_report import LayerRow
+from retrofit.surgery.source_run import SourceRun
+from retrofit.utils.output_tensors import largest_gap
+from retrofit.utils.text import plural, shortlist
 
 
-def refuse_bypassed(model: nn.Module, call: Call, sources: Mapping[str, str]) -> None:
-    """Refuse a converted network that evaluates by the tensors of a layer in place of calling it.
+def note_on_uncalled(model: nn.Module, converted: Iterable[LayerRow], run: SourceRun) -> str:
+    """Return a note on the converted layers that the source did not call; refuse a network that
+    evaluates by their tensors in place of calling them.
 
     `F.batch_norm(x, bn.running_mean, bn.running_var, ...)` in evaluation is BatchNorm, whatever the
     layer has become: such a network trains as one function and is evaluated as another. A frozen
@@ -26,26 +29,23 @@ def refuse_bypassed(model: nn.Module, call: Call, sources: Mapping[str, str]) ->
 
     Args:
         model: The converted network.
-        call: What it is run on.
-        sources: The class of the source of each layer that is not called, by name.
+        converted: The rows of its converted layers.
+        run: The run of its source.
 
     Raises:
         RetrofitError: If other values in the tensors of these layers change the outputs.
     """
+    if run.reference is None:
+        return ""
+    shapes = run.shapes
+    sources = {row.name: row.source for row in converted if not shapes[row.name]}
+    if not sources:
+        return ""
     layers = {name: model.get_submodule(name) for name in sources}
-    suspects = [name for name, layer in layers.items() if not isinstance(layer, FrozenBatchNorm)]
-    with undisturbed(model):
-        try:
-            outputs = _outputs(model, call)
-        # The network's code misses a tensor that its layer had before.
-        except AttributeError:
-            bypassed = suspects
-        else:
-            bypassed = []
-            if _reads(model, call, map(layers.__getitem__, suspects), outputs):
-                bypassed = [
-                    name for name in suspects if _reads(model, call, [layers[name]], outputs)
-                ]
+    suspects = {
+        name: layer for name, layer in layers.items() if not isinstance(layer, FrozenBatchNorm)
+    }
+    bypassed = _bypassed(model, run.reference.calls[0], suspects)
     if bypassed:
         first = bypassed[0]
         label = type(layers[first]).__name__
@@ -54,28 +54,48 @@ def refuse_bypassed(model: nn.Module, call: Call, sources: Mapping[str, str]) ->
             f"does not call it: this code takes {label} for a {sources[first]}, which it is at "
             "strength 0 at most; call the layer, or keep it with `skip`"
         )
+    return (
+        f"not called when the network was run: {plural(len(sources), 'converted layer')} "
+        f"({shortlist(sorted(sources))}); only training calls such layers, or code that reads "
+        "their tensors, for which nothing changes"
+    )
 
 
-def _outputs(model: nn.Module, call: Call) -> list[Tensor]:
-    """Return the outputs of a run that starts from the same random states as the last."""
-    with random_states_kept(device_of(model)):
-        return [tensor.clone() for tensor in tensors_in(call.on(model))]
+def _bypassed(model: nn.Module, call: Call, suspects: Mapping[str, Any]) -> list[str]:
+    """Return the names of the layers with whose tensors the network evaluates."""
+    answer = _answer_with_nan(model, call, [])
+    # The network's code misses a tensor that its layer had before.
+    if isinstance(answer, AttributeError):
+        return list(suspects)
+    if isinstance(answer, Exception):
+        raise answer
+    if not _differs(_answer_with_nan(model, call, suspects.values()), answer):
+        return []
+    return [
+        name
+        for name, layer in suspects.items()
+        if _differs(_answer_with_nan(model, call, [layer]), answer)
+    ]
 
 
-def _reads(model: nn.Module, call: Call, layers: Iterable[Any], outputs: Sequence[Tensor]) -> bool:
-    """Whether NaN in the tensors of some layers, for the time of a run, changes the outputs."""
+def _answer_with_nan(model: nn.Module, call: Call, layers: Iterable[Any]) -> Answer | Exception:
+    """Run a network with NaN in the tensors of some layers; return its answer, or what it raises."""
     before = [(layer, layer._parameters, layer._buffers) for layer in layers]
     for layer, parameters, buffers in before:
         vars(layer).update(_parameters=_nan_in(parameters), _buffers=_nan_in(buffers))
     try:
-        others = _outputs(model, call)
-    # The network's own code may raise anything on NaN.
-    except Exception:
-        return True
+        (answer,) = answers_of(model, [call])
     finally:
         for layer, parameters, buffers in before:
             vars(layer).update(_parameters=parameters, _buffers=buffers)
-    return len(others) != len(outputs) or any(map(largest_gap, outputs, others))
+    return answer
+
+
+def _differs(other: Answer | Exception, answer: Answer) -> bool:
+    # The network's own code may raise anything on NaN.
+    if isinstance(other, Exception) or len(other.outputs) != len(answer.outputs):
+        return True
+    return any(map(largest_gap, other.outputs, answer.outputs))
 
 
 def _nan_in(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:

@@ -1,22 +1,23 @@
 """`retrofit.convert`: plan, run the network, convert, and compare with the source."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from retrofit.compare import Comparison
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs, call_with
 from retrofit.layers.strength import StrengthMixin, check_strength, strength_layers
 from retrofit.record import set_record
-from retrofit.surgery.bypass_detection import refuse_bypassed
+from retrofit.surgery.bypass_detection import note_on_uncalled
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.norm_layers import NormLayer, proved_on_shapes
-from retrofit.surgery.plan_and_report import Plan, Report
+from retrofit.surgery.norm_layers import proved_on_shapes
+from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import (
     Patterns,
     PlanRequest,
@@ -24,9 +25,9 @@ from retrofit.surgery.planning import (
     refuse_constants,
     source_of,
 )
-from retrofit.surgery.source_run import HALF, SourceRun, run_source
+from retrofit.surgery.source_run import run_source
 from retrofit.utils.forward_pass import images_of
-from retrofit.utils.text import plural, shortlist
+from retrofit.utils.text import plural
 
 
 class CheckError(RetrofitError):
@@ -110,15 +111,25 @@ def convert(
         refuse_constants(plan, norms, run.shapes)
     with unchanged_on_failure(network, norms):
         converted, report = execute(plan, converter, network, norms, sites)
-        uncalled = _note_on_uncalled(plan, converted, run)
-        notes = (*report.notes, *original.functions, _note_on_earlier(norms), uncalled)
+        uncalled = note_on_uncalled(converted, plan.converted, run)
+        earlier = {norm.module for norm in norms if isinstance(norm.module, StrengthMixin)}
+        notes = (*report.notes, *original.functions, _note_on_earlier(len(earlier)), uncalled)
         report = replace(report, notes=tuple(filter(None, notes)))
         if check:
-            report = _checked(report, converter, converted, run)
-        new_layers = _new_layers(converted, norms)
-        report = _with_agreement(report, converted, new_layers, run)
-        _set_strength(new_layers, strength or 0.0)
-        report = _at_strength(report, strength, converted, run)
+            result = run.check(converted, layers=converter.identity)
+            report = replace(report, identity=converter.identity, classifies=run.classifies)
+            report = _checked(report, result)
+        new_layers = [layer for layer in strength_layers(converted) if layer not in earlier]
+        if run.predictions is not None:
+            for layer in new_layers:
+                layer.set_strength(1.0)
+            report = replace(report, agreement=run.agreement(converted))
+        for layer in new_layers:
+            layer.set_strength(strength or 0.0)
+        if strength is not None and report.strength is not None:
+            report = replace(report, strength=strength)
+            if strength and report.check is not None:
+                report = replace(report, change=run.compare(converted, layers=False))
     size = _size_of_samples(inputs, input_size)
     if size:
         set_record(converted, input_size=size)
@@ -148,25 +159,7 @@ def _check_strength(strength: float | None, to: str, converter: Converter) -> No
     check_strength(strength)
 
 
-def _note_on_uncalled(plan: Plan, converted: nn.Module, run: SourceRun) -> str:
-    """Return a note on the converted layers that the source did not call; refuse code that
-    evaluates with their tensors.
-    """
-    if run.reference is None:
-        return ""
-    uncalled = {row.name: row.source for row in plan.converted if not run.shapes[row.name]}
-    if not uncalled:
-        return ""
-    refuse_bypassed(converted, run.reference.calls[0], uncalled)
-    return (
-        f"not called when the network was run: {plural(len(uncalled), 'converted layer')} "
-        f"({shortlist(sorted(uncalled))}); only training calls such layers, or code that reads "
-        "their tensors, for which nothing changes"
-    )
-
-
-def _note_on_earlier(norms: Sequence[NormLayer]) -> str:
-    count = len(_converted_before(norms))
+def _note_on_earlier(count: int) -> str:
     if not count:
         return ""
     return (
@@ -175,73 +168,18 @@ def _note_on_earlier(norms: Sequence[NormLayer]) -> str:
     )
 
 
-def _converted_before(norms: Sequence[NormLayer]) -> set[nn.Module]:
-    return {norm.module for norm in norms if isinstance(norm.module, StrengthMixin)}
-
-
-def _new_layers(converted: nn.Module, norms: Sequence[NormLayer]) -> list[StrengthMixin]:
-    earlier = _converted_before(norms)
-    return [layer for layer in strength_layers(converted) if layer not in earlier]
-
-
-def _checked(report: Report, converter: Converter, converted: nn.Module, run: SourceRun) -> Report:
-    """Compare the network at strength 0 with its source; return the report with the result, or with
-    a note why there is none.
+def _checked(report: Report, result: Comparison) -> Report:
+    """Return the report with the comparison of the network at strength 0 with its source, or with a
+    note why there is none.
     """
-    reason = run.problem
-    if any(tensor.dtype in HALF for tensor in (*converted.parameters(), *converted.buffers())):
-        reason = (
-            "in half precision rounding hides what the check looks for; convert in float32 to be "
-            "sure"
-        )
-    elif run.reference is not None:
-        identity = converter.identity
-        result = run.reference.compare(converted, layers=identity)
-        reason = result.not_checked
-        report = replace(report, identity=identity, classifies=run.reference.classifies)
-        if not reason:
-            report = replace(report, check=result)
-        problem = ""
-        if identity:
-            problem = result.problem()
-        if not problem and not math.isfinite(result.max_abs_diff):
-            problem = "the converted network's outputs are not finite, or of another shape"
-        if problem:
-            raise CheckError(problem, report)
-    if not reason:
-        return report
-    return replace(report, notes=(*report.notes, f"not checked: {reason}"))
-
-
-def _with_agreement(
-    report: Report, converted: nn.Module, layers: Iterable[StrengthMixin], run: SourceRun
-) -> Report:
-    """Return the report with the number of images whose prediction stays the same at strength 1,
-    which is left in the new layers.
-    """
-    if run.predictions is None:
-        return report
-    _set_strength(layers, 1.0)
-    share = run.predictions.compare(converted).top1_agreement
-    if share is None:
-        return report
-    images = sum(run.predictions.batches)
-    return replace(report, agreement={"images": images, "same": round(share * images)})
-
-
-def _at_strength(
-    report: Report, strength: float | None, converted: nn.Module, run: SourceRun
-) -> Report:
-    """Return the report with the strength, and how that changes the outputs."""
-    if strength is None or report.strength is None:
-        return report
-    report = replace(report, strength=strength)
-    if strength and report.check is not None and run.reference is not None:
-        change = run.reference.compare(converted, layers=False)
-        report = replace(report, change=change)
+    if result.not_checked:
+        return replace(report, notes=(*report.notes, f"not checked: {result.not_checked}"))
+    report = replace(report, check=result)
+    problem = ""
+    if report.identity:
+        problem = result.problem()
+    if not problem and not math.isfinite(result.max_abs_diff):
+        problem = "the converted network's outputs are not finite, or of another shape"
+    if problem:
+        raise CheckError(problem, report)
     return report
-
-
-def _set_strength(layers: Iterable[StrengthMixin], strength: float) -> None:
-    for layer in layers:
-        layer.set_strength(strength)

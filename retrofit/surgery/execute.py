@@ -120,11 +120,7 @@ def execute(
     params_before = _count_parameters(model)
     sites_by_call = _sites_by_call(plan, sites)
     layers = {norm.name: norm for norm in norms}
-    rows = []
-    for row in plan.converted:
-        layer = layers[row.name]
-        if not converter.converts_in_place(layer):
-            rows.append(row)
+    rows = [row for row in plan.converted if not converter.converts_in_place(layers[row.name])]
     built = _build(converter, rows, layers, device)
     sources = {row.name: layers[row.name].module for row in rows}
     for name, source in sources.items():
@@ -143,14 +139,10 @@ def execute(
         bypass_guards.stop_packing_of_masked_tokens(model, converted),
     ]
     bypass_guards.refuse_calls_of_sources(sources)
-    strength = None
     has_strength = converter.has_strength and device.type != "meta"
-    if has_strength:
-        strength = 0.0
-    params_after = _count_parameters(model)
+    strength = 0.0 if has_strength else None
     sentences = tuple(filter(None, notes))
-    report = Report(plan, params_before, params_after, strength, sentences)
-    return model, report
+    return model, Report(plan, params_before, _count_parameters(model), strength, sentences)
 
 
 def _sites_by_call(plan: Plan, sites: Sites | None) -> dict[tuple[str, int], Site]:

@@ -204,13 +204,7 @@ def _by_tensors(module: Any) -> list[Formula]:
     shape = tuple(weight.shape)
     settings = {"normalized_shape": shape, "elementwise_affine": True}
     paths = (_LAYER_NORM, _LAYER_NORM_2D)
-    formulas = []
-    for eps in epsilons:
-        for path in paths:
-            attributes = {**settings, "eps": eps}
-            formula = Formula(path, attributes)
-            formulas.append(formula)
-    return formulas
+    return [Formula(path, {**settings, "eps": eps}) for eps in epsilons for path in paths]
 
 
 def _epsilons(module: Any) -> Sequence[float]:

@@ -4,7 +4,7 @@ bytecode of its methods.
 
 import types
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 
 from retrofit.graph.source_code import instructions, methods_of
-from retrofit.surgery.norm_layers import NormLayer, inside_parametrizations
 from retrofit.utils.text import ROOT, shortlist
 
 _NAMES = (
@@ -32,14 +31,13 @@ _FUNCTIONS = {
 }
 
 
-def functional_norms(model: nn.Module, norms: Sequence[NormLayer]) -> list[str]:
+def functional_norms(model: nn.Module, layers: Collection[nn.Module]) -> list[str]:
     """Return a sentence for each normalization that the network's code calls as a function: no
     conversion sees it.
 
-    `norms` are the normalization layers of the network, whose code is left out.
+    `layers` are the modules whose code is left out.
     """
     names_by_call: dict[tuple[str, str], list[str]] = defaultdict(list)
-    layers = inside_parametrizations(model) | {norm.module for norm in norms}
     for name, module in model.named_modules():
         if module in layers:
             continue

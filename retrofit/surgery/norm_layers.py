@@ -143,9 +143,9 @@ def find_norms(model: nn.Module) -> Iterator[NormLayer]:
     """
     parametrizations = inside_parametrizations(model)
     for name, module in model.named_modules(remove_duplicate=False):
-        norm = None
-        if module not in parametrizations:
-            norm = classify(name, module)
+        if module in parametrizations:
+            continue
+        norm = classify(name, module)
         if norm is not None:
             yield norm
 
@@ -180,11 +180,8 @@ def inside_parametrizations(model: nn.Module) -> set[nn.Module]:
     """Return the modules that compute a layer's tensors, which are no normalization layers:
     `_SpectralNorm` for one.
     """
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, ParametrizationList):
-            inside.update(module.modules())
-    return inside
+    lists = [module for module in model.modules() if isinstance(module, ParametrizationList)]
+    return {module for held in lists for module in held.modules()}
 
 
 def classify(name: str, module: nn.Module) -> NormLayer | None:

@@ -17,7 +17,7 @@ from retrofit.record import network_in
 from retrofit.registry import TARGETS, Target, target_named
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.functional_norms import functional_norms
-from retrofit.surgery.norm_layers import NormLayer, find_norms
+from retrofit.surgery.norm_layers import NormLayer, find_norms, inside_parametrizations
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 from retrofit.utils.text import one_line, plural, shortlist
 
@@ -97,9 +97,14 @@ def source_of(model: nn.Module) -> Source:
     Raises:
         UsageError: If `model` is not a network.
     """
-    network = network_in(model)
+    return normalizations_in(network_in(model))
+
+
+def normalizations_in(network: nn.Module) -> Source:
+    """Find the normalizations of a network, which is in no wrapper."""
     norms = list(find_norms(network))
-    return Source(network, norms, functional_norms(network, norms))
+    layers = inside_parametrizations(network) | {norm.module for norm in norms}
+    return Source(network, norms, functional_norms(network, layers))
 
 
 def plan_and_sites(source: Source, request: PlanRequest) -> tuple[Plan, Sites | None]:
@@ -126,6 +131,8 @@ def plan_and_sites(source: Source, request: PlanRequest) -> tuple[Plan, Sites | 
     only = _patterns("only", request.only, norms)
     skip = _patterns("skip", request.skip, norms)
 
+    if not norms:
+        raise RetrofitError(_no_norms(request.to, source.functions))
     rows: dict[str, LayerRow] = {}
     undecided = []
     for norm in norms:
@@ -148,7 +155,7 @@ def plan_and_sites(source: Source, request: PlanRequest) -> tuple[Plan, Sites | 
     }
     plan = Plan(request.to, layers, record, tuple(edits))
     if not plan.converted:
-        raise RetrofitError(_nothing_to_convert(norms, source.functions, plan))
+        raise RetrofitError(_nothing_to_convert(plan))
     _refuse_without_activations(plan, converter, sites)
     return plan, sites
 
@@ -222,12 +229,14 @@ def _patterns(name: str, patterns: Patterns, norms: Sequence[NormLayer]) -> list
     return compiled
 
 
-def _nothing_to_convert(norms: Sequence[NormLayer], functions: Sequence[str], plan: Plan) -> str:
-    """Say why nothing would be converted, and what to do instead."""
-    if not norms:
-        sentences = ["this model has no normalization layer at all", *functions]
-        return f"nothing to convert to {plan.to}: {'; '.join(sentences)}; choose another model"
-    counts = Counter(norm.label for norm in norms)
+def _no_norms(to: str, functions: Sequence[str]) -> str:
+    sentences = ["this model has no normalization layer at all", *functions]
+    return f"nothing to convert to {to}: {'; '.join(sentences)}; choose another model"
+
+
+def _nothing_to_convert(plan: Plan) -> str:
+    """Say why no layer would be converted, and what to do instead."""
+    counts = Counter(row.source for row in plan.layers)
     held = ", ".join(f"{count} {label}" for label, count in counts.most_common())
     reasons = dict.fromkeys(row.reason for row in plan.layers)
     return (

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from retrofit.compare import Reference
+from retrofit.compare import Comparison, Reference
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, Inputs, example_calls
 
 # A comparison in them shows rounding alone.
-HALF = {torch.float16, torch.bfloat16}
+_HALF = {torch.float16, torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,13 @@ class SourceRun:
             could not be run.
         problem: Why it could not be run; empty if it could.
         predictions: Its outputs on images; None without images.
+        in_half: Whether it holds tensors in half precision.
     """
 
     reference: Reference | None
     problem: str = ""
     predictions: Reference | None = None
+    in_half: bool = False
 
     @property
     def shapes(self) -> Mapping[str, Sequence[torch.Size]]:
@@ -37,6 +39,41 @@ class SourceRun:
         if self.reference is None:
             return {}
         return self.reference.shapes
+
+    @property
+    def classifies(self) -> bool | None:
+        """Whether it answers with scores of classes alone; None if it was not run."""
+        if self.reference is None:
+            return None
+        return self.reference.classifies
+
+    def compare(self, changed: nn.Module, *, layers: bool = True) -> Comparison:
+        """Compare the changed network with its source; see `Reference.compare`."""
+        if self.reference is None:
+            return Comparison(not_checked=self.problem)
+        return self.reference.compare(changed, layers=layers)
+
+    def check(self, changed: nn.Module, *, layers: bool) -> Comparison:
+        """Compare as `compare` does, unless rounding hides a difference."""
+        if self.in_half:
+            reason = (
+                "in half precision rounding hides what the check looks for; convert in float32 to "
+                "be sure"
+            )
+            return Comparison(not_checked=reason)
+        return self.compare(changed, layers=layers)
+
+    def agreement(self, changed: nn.Module) -> dict[str, int] | None:
+        """Return on how many of the images the class with the highest score stays the same; None if
+        nothing tells.
+        """
+        if self.predictions is None:
+            return None
+        share = self.predictions.compare(changed).top1_agreement
+        if share is None:
+            return None
+        images = sum(self.predictions.batches)
+        return {"images": images, "same": round(share * images)}
 
 
 def run_source(
@@ -61,26 +98,23 @@ def run_source(
     Raises:
         RetrofitError: If the network refuses inputs or a size that the caller gave.
     """
-    predictions = None
-    if images is not None:
-        predictions = Reference(model, [Call((batch,)) for batch in images])
+    tensors = [*model.parameters(), *model.buffers()]
+    in_half = any(tensor.dtype in _HALF for tensor in tensors)
+    # In half precision it may need another device; on the meta device it runs nowhere.
+    runs_anywhere = not in_half and not all(tensor.is_meta for tensor in tensors)
+    says_what_it_takes = inputs is not None or input_size is not None
+    reference = None
+    problem = ""
     try:
         calls = example_calls(model, inputs, input_size)
         if not whole:
             calls = calls[:1]
         reference = Reference(model, calls, layers=layers)
     except RetrofitError as error:
-        says_what_it_takes = inputs is not None or input_size is not None
-        if says_what_it_takes and _runs_anywhere(model):
+        if says_what_it_takes and runs_anywhere:
             raise
-        return SourceRun(None, str(error), predictions)
-    return SourceRun(reference, predictions=predictions)
-
-
-def _runs_anywhere(model: nn.Module) -> bool:
-    """Whether a network's tensors let it run on any device: in half precision it may need another
-    one, on the meta device it runs nowhere.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    dtypes = {tensor.dtype for tensor in tensors if not tensor.is_meta}
-    return bool(dtypes) and dtypes.isdisjoint(HALF)
+        problem = str(error)
+    predictions = None
+    if images is not None:
+        predictions = Reference(model, [Call((batch,)) for batch in images])
+    return SourceRun(reference, problem, predictions, in_half)

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -155,31 +155,26 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Put each module's mode back afterwards, by its `train`: torchvision's feature extractors
-    change their graph in it.
+def evaluating(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Put a network in evaluation mode without gradients, and leave it as it was.
+
+    Yields:
+        What puts it back meanwhile, to be evaluated anew.
     """
-    # Parents first.
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            if module.training != training:
-                module.train(training)
+    with left_as_it_was(model) as snapshot, torch.no_grad():
 
+        def start_again() -> None:
+            snapshot.restore()
+            snapshot.empty_caches()
+            model.eval()
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a network in evaluation mode without gradients, and leave it as it was."""
-    with left_as_it_was(model), modes_kept(model), torch.no_grad():
         model.eval()
-        yield
+        yield start_again
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluate a network, and leave it and the random states as they were.
+def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Evaluate a network, and leave it and the random states as they were; see `evaluating`.
 
     Compiled modules run uncompiled: compiled code calls no hooks that were added after its trace.
     """
@@ -187,8 +182,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     if any(map(_is_compiled, model.modules())):
         eager = torch.compiler.set_stance("force_eager")
     states_kept = random_states_kept(device_of(model))
-    with evaluating(model), eager, _no_fused_transformers(), states_kept:
-        yield
+    with eager, _no_fused_transformers(), states_kept, evaluating(model) as start_again:
+        yield start_again
 
 
 @contextmanager

@@ -51,8 +51,8 @@ _Put = Callable[[Any], Any]
 def left_as_it_was(model: nn.Module, unwritten: Iterable[Tensor] = ()) -> "Iterator[Snapshot]":
     """Put back, afterwards, all that a network's code may have changed meanwhile.
 
-    That is what can be reached from the network: attributes of modules and other objects, their
-    classes, lists, dicts, sets, deques, what these hold, the numbers in tensors and NumPy's arrays,
+    That is what can be reached from the network: modes, attributes of modules and other objects,
+    their classes, lists, dicts, sets, deques, what these hold, the numbers in tensors and NumPy's arrays,
     and the globals, closures and defaults that methods use. Each is the same object afterwards and has the same
     content; what did not change is not written to. Functions and classes are looked into where they
     are of a package that defines a module of the network. A `functools.cache` gives way to an empty
@@ -84,6 +84,8 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, unwritten: Iterable[Tensor] = ()) -> None:
+        # Parents first.
+        self._modes = [(module, module.training) for module in model.modules()]
         self._unwritten = {id(tensor) for tensor in unwritten}
         self._undo: list[Undo] = []
         self._packages = _packages_of(model) - _FOREIGN
@@ -118,12 +120,21 @@ class Snapshot:
             put(empty[id(cached)])
 
     def restore(self) -> None:
-        """Put everything back; what did not change is not written to, but for caches."""
-        for cached, put in self._caches:
-            put(cached)
-        with torch.no_grad():
-            for undo in self._undo:
-                undo()
+        """Put everything back; what did not change is not written to, but for caches.
+
+        Modes come first, by each module's `train`: torchvision's feature extractors change their
+        graph in it.
+        """
+        try:
+            for module, training in self._modes:
+                if module.training != training:
+                    module.train(training)
+        finally:
+            for cached, put in self._caches:
+                put(cached)
+            with torch.no_grad():
+                for undo in self._undo:
+                    undo()
 
     def _visitor_for(self, cls: type) -> _Visitor:
         visitors: list[tuple[Any, _Visitor]] = [
