@@ -239,14 +239,7 @@ class Reference:
         tolerance: float = TOLERANCE,
         layers: Iterable[str] = (),
     ) -> None:
-        answers = answers_of(model, calls, layers)
-        taken = [answer for answer in answers if isinstance(answer, Answer)]
-        if not taken:
-            refusals = [answer for answer in answers if isinstance(answer, Exception)]
-            raise RetrofitError(
-                f"the network did not take the example inputs ({with_class(refusals[0])}); give it "
-                "others with `inputs`"
-            ) from refusals[0]
+        taken = _taken(answers_of(model, calls, layers))
         judged = [part for answer in taken for part in answer.parts or [answer]]
         self.calls = [answer.call for answer in taken]
         self.parts = [answer.call for answer in judged]
@@ -374,6 +367,18 @@ class Reference:
             gap = scale = 0.0
         compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
         return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
+
+
+def _taken(answers: Sequence[Answer | Exception]) -> list[Answer]:
+    """Return the answers to calls that the network took; raise if it took none."""
+    taken = [answer for answer in answers if isinstance(answer, Answer)]
+    if not taken:
+        refusals = [answer for answer in answers if isinstance(answer, Exception)]
+        raise RetrofitError(
+            f"the network did not take the example inputs ({with_class(refusals[0])}); give it "
+            "others with `inputs`"
+        ) from refusals[0]
+    return taken
 
 
 def _by_layer(answers: Sequence[Answer]) -> _Layers:

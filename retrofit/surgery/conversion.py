@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit.compare import Comparison
 from retrofit.conversion_options import takes_options
@@ -16,7 +16,7 @@ from retrofit.record import set_record
 from retrofit.surgery.bypass_detection import note_on_uncalled
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.norm_layers import proved_on_shapes
+from retrofit.surgery.norm_layers import NormLayer, proved_on_shapes
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import (
     Patterns,
@@ -93,9 +93,7 @@ def convert(
     """
     converter = converter_for(to)
     _check_strength(strength, to, converter)
-    images = options.get("calibrate")
-    if images is not None:
-        images = list(images_of(images))
+    images = _batches_of(options.get("calibrate"))
     request = PlanRequest(to, only, skip, source, {**options, "calibrate": images})
     original = source_of(model)
     network = original.network
@@ -112,7 +110,7 @@ def convert(
     with unchanged_on_failure(network, norms):
         converted, report = execute(plan, converter, network, norms, sites)
         uncalled = note_on_uncalled(converted, plan.converted, run)
-        earlier = {norm.module for norm in norms if isinstance(norm.module, StrengthMixin)}
+        earlier = _converted_before(norms)
         notes = (*report.notes, *original.functions, _note_on_earlier(len(earlier)), uncalled)
         report = replace(report, notes=tuple(filter(None, notes)))
         if check:
@@ -121,22 +119,26 @@ def convert(
             report = _checked(report, result)
         new_layers = [layer for layer in strength_layers(converted) if layer not in earlier]
         if run.predictions is not None:
-            for layer in new_layers:
-                layer.set_strength(1.0)
+            _set_strength(new_layers, 1.0)
             report = replace(report, agreement=run.agreement(converted))
-        for layer in new_layers:
-            layer.set_strength(strength or 0.0)
+        _set_strength(new_layers, strength or 0.0)
         if strength is not None and report.strength is not None:
             report = replace(report, strength=strength)
             if strength and report.check is not None:
                 report = replace(report, change=run.compare(converted, layers=False))
-    size = _size_of_samples(inputs, input_size)
-    if size:
-        set_record(converted, input_size=size)
+    _record_sample_size(converted, inputs, input_size)
     # The caller's object may wrap the network.
     if converted is network:
         return model, report
     return converted, report
+
+
+def _record_sample_size(
+    network: nn.Module, inputs: Inputs | None, input_size: Sequence[int] | None
+) -> None:
+    size = _size_of_samples(inputs, input_size)
+    if size:
+        set_record(network, input_size=size)
 
 
 def _size_of_samples(inputs: Inputs | None, input_size: Sequence[int] | None) -> tuple[int, ...]:
@@ -151,12 +153,28 @@ def _size_of_samples(inputs: Inputs | None, input_size: Sequence[int] | None) ->
     return ()
 
 
+def _batches_of(images: Any) -> list[Tensor] | None:
+    """Read the images of `calibrate` once, whatever gives them."""
+    if images is None:
+        return None
+    return list(images_of(images))
+
+
 def _check_strength(strength: float | None, to: str, converter: Converter) -> None:
     if strength is None:
         return
     if not converter.has_strength:
         raise UsageError(f"`strength` means nothing to {to}, whose layers have none; leave it out")
     check_strength(strength)
+
+
+def _converted_before(norms: Sequence[NormLayer]) -> set[nn.Module]:
+    return {norm.module for norm in norms if isinstance(norm.module, StrengthMixin)}
+
+
+def _set_strength(layers: Sequence[StrengthMixin], strength: float) -> None:
+    for layer in layers:
+        layer.set_strength(strength)
 
 
 def _note_on_earlier(count: int) -> str:
