@@ -251,7 +251,8 @@ def _batches_images(
         if holds_both:
             raise _TookListError
 
-    images = [torch.zeros(channels, *sides).to(*placement) for sides in _SIDES]
+    device, dtype = placement
+    images = [torch.zeros(channels, *sides, device=device, dtype=dtype) for sides in _SIDES]
     layers = [module for module in model.modules() if module._parameters]
     stopping = hooked(layer.register_forward_pre_hook(stop) for layer in layers)
     try:

@@ -155,7 +155,7 @@ def plan_and_sites(source: Source, request: PlanRequest) -> tuple[Plan, Sites | 
     }
     plan = Plan(request.to, layers, record, tuple(edits))
     if not plan.converted:
-        raise RetrofitError(_nothing_to_convert(plan))
+        raise RetrofitError(_nothing_to_convert(plan, norms, target))
     _refuse_without_activations(plan, converter, sites)
     return plan, sites
 
@@ -234,13 +234,17 @@ def _no_norms(to: str, functions: Sequence[str]) -> str:
     return f"nothing to convert to {to}: {'; '.join(sentences)}; choose another model"
 
 
-def _nothing_to_convert(plan: Plan) -> str:
+def _nothing_to_convert(plan: Plan, norms: Sequence[NormLayer], target: Target) -> str:
     """Say why no layer would be converted, and what to do instead."""
     counts = Counter(row.source for row in plan.layers)
     held = ", ".join(f"{count} {label}" for label, count in counts.most_common())
-    reasons = dict.fromkeys(row.reason for row in plan.layers)
+    sentences = list(dict.fromkeys(row.reason for row in plan.layers))
+    foreign = {norm.family for norm in norms}.difference(target.families)
+    others = [other.name for other in TARGETS.values() if foreign.intersection(other.families)]
+    if others:
+        sentences.append(f"targets that convert what it holds: {', '.join(others)}")
     return (
-        f"nothing to convert to {plan.to} (the model holds {held}): {'; '.join(reasons)}; "
+        f"nothing to convert to {plan.to} (the model holds {held}): {'; '.join(sentences)}; "
         "`retrofit inspect MODEL` lists them"
     )
 

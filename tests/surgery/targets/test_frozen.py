@@ -38,7 +38,9 @@ def test_frozen_layers_are_a_source(to: str) -> None:
 
 def test_a_frozen_network_of_the_library_through_everything(tmp_path: Path) -> None:
     model = freeze_batch_norm_2d(trained(timm.create_model("test_resnet")))
-    with pytest.raises(RetrofitError, match=r"15 FrozenBatchNorm2d.*try `to='frozen'`"):
+    with pytest.raises(
+        RetrofitError, match=r"15 FrozenBatchNorm2d.*convert what it holds: .*frozen"
+    ):
         plan(model, "bnn")
     source = trained(timm.create_model("test_resnet"))
     x = torch.randn(2, 3, 64, 64)
