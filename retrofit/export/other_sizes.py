@@ -5,6 +5,8 @@ other inputs would have gone it too. Most only choose between ways to the same n
 of ONNX cannot hold conditions. So each that another size breaks is tried: there, the captured
 operations alone have to give what the network gives. And the exporter may take a size that varies
 for a constant, as that of an adaptive pooling, so the file is run at other sizes too.
+
+Before torch 2.9, a captured program does not say its conditions; every size is tried there.
 """
 
 import operator
@@ -23,6 +25,7 @@ from retrofit.utils.text import one_line
 
 # Steps from a captured size to others, which leave remainders of all kinds
 _STEPS = (1, 2, 3, 4, 7, 8, 16, 32, -1)
+_SAYS_CONDITIONS = torch.__version__ >= "2.9"
 # Numbers of samples
 _BATCHES = (*range(1, 9), 16, 32)
 # Inputs tried for each condition: the network may refuse one
@@ -80,7 +83,10 @@ def _trials(request: Request, program: Program) -> dict[str, list[Call]]:
     trials: dict[str, list[Call]] = {}
     for call in _other_calls(request):
         shapes = call.to(torch.device("meta"), torch.float32)
-        condition = unmet_condition(program.module, shapes)
+        if _SAYS_CONDITIONS:
+            condition = unmet_condition(program.module, shapes)
+        else:
+            condition = f"not {', '.join(str(tuple(tensor.shape)) for tensor in shapes.tensors)}"
         if not condition:
             continue
         calls = trials.setdefault(condition, [])
