@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.bench import measure_files
-from retrofit.images.dataset import sample_batches
+from retrofit.images.samples import sample_batches
 from retrofit.networks.open_model import open_model
 from retrofit.utils.onnx_runtimes import RUNTIMES
 

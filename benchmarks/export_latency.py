@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.bench import measure_files
-from retrofit.images.dataset import sample_batches
+from retrofit.images.samples import sample_batches
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.networks.open_model import open_model
 from retrofit.utils.onnx_runtimes import RUNTIMES, open_onnx

@@ -31,7 +31,8 @@ from retrofit.diagnose.diagnosis import Diagnosis, diagnose
 from retrofit.diagnose.meters import LinearityMeter, PowerMeter
 from retrofit.finetune.recipe_files import load_recipe
 from retrofit.finetune.run import finetune
-from retrofit.images.dataset import open_images, sample_loader
+from retrofit.images.dataset import open_images
+from retrofit.images.samples import sample_loader
 from retrofit.layers import ProxyNorm, yeo_johnson
 from retrofit.networks.open_model import open_model
 

@@ -21,7 +21,8 @@ from harness import command_line, markdown, publish
 from torch import nn
 
 from retrofit.evaluation import evaluate
-from retrofit.images.dataset import open_images, sample_batches
+from retrofit.images.dataset import open_images
+from retrofit.images.samples import sample_batches
 from retrofit.layers import MigratedGroupNorm
 from retrofit.networks.open_model import Network, open_model
 from retrofit.surgery import convert, set_strength

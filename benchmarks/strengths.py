@@ -24,7 +24,7 @@ from retention import accuracy, plain_swap
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.images.dataset import sample_batches
+from retrofit.images.samples import sample_batches
 from retrofit.networks.open_model import Network, open_model
 
 TARGETS: dict[str, dict[str, int]] = {"ln": {}, "gn-pn": {"groups": 2}, "bnn": {}}

@@ -12,7 +12,8 @@ import torch
 from retrofit.cli.console import say, waiting, warn
 from retrofit.errors import UsageError
 from retrofit.evaluation import ExportedFile
-from retrofit.images.dataset import ImageData, open_images, sample_batches
+from retrofit.images.dataset import ImageData, open_images
+from retrofit.images.samples import sample_batches
 from retrofit.layers.strength import strength_sentence
 from retrofit.networks.artifact import artifact_path
 from retrofit.networks.model_sources import split_prefix

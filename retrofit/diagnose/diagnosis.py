@@ -31,7 +31,8 @@ from retrofit.diagnose.perturbations import (
 )
 from retrofit.errors import RetrofitError
 from retrofit.graph.norm_sites import find_sites
-from retrofit.images.dataset import ImageData, evenly_spread, sample_loader
+from retrofit.images.dataset import ImageData
+from retrofit.images.samples import evenly_spread, sample_loader
 from retrofit.inputs import Call
 from retrofit.layers import ProxyNorm
 from retrofit.layers.normality_mixin import lambda_values

@@ -12,14 +12,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
-from retrofit.images.dataset import (
-    TO_VALIDATE,
-    ImageData,
-    evenly_spread,
-    has_split,
-    open_images,
-    split_of,
-)
+from retrofit.images.dataset import TO_VALIDATE, ImageData, has_split, open_images, split_of
+from retrofit.images.samples import evenly_spread
 from retrofit.utils.text import shortlist, shown
 
 UNLABELLED = "train without labels: `teacher='source'` and `task_loss_weight=0`"

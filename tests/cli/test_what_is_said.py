@@ -26,7 +26,8 @@ from retrofit.cli.export import _show
 from retrofit.compare import Comparison
 from retrofit.evaluation import evaluate
 from retrofit.export import checked_fold
-from retrofit.images.dataset import open_images, sample_batches
+from retrofit.images.dataset import open_images
+from retrofit.images.samples import sample_batches
 from retrofit.networks.open_model import Network, open_model
 from retrofit.record import Preprocess
 from tests.cli.conftest import Run, answer, complaint, done

@@ -18,12 +18,11 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.evaluation import predictions
 from retrofit.images import dataset as module
-from retrofit.images.dataset import has_split, open_images, sample_batches
+from retrofit.images.dataset import has_split, open_images
 from retrofit.images.image_files import ImageFiles
 from tests.networks.conftest import refused
-from tests.pictures import COLOURS, PLAIN, Colours, write_folder, write_tar
+from tests.pictures import COLOURS, write_folder, write_tar
 
 
 @pytest.mark.parametrize(
@@ -61,29 +60,6 @@ def test_what_is_not_there(
     Path("map.txt").write_text("0\nant\n")
     with pytest.raises(RetrofitError, match=message):
         open_images(place, **options)
-
-
-def test_samples_spread_over_the_classes(folder: Path) -> None:
-    batches = sample_batches(folder, PLAIN, images=6, batch_size=4)
-    assert [tuple(batch.shape) for batch in batches] == [(4, 3, 16, 16), (2, 3, 16, 16)]
-    assert predictions(Colours(), batches) == [
-        0,
-        0,
-        0,
-        1,
-        2,
-        2,
-    ]  # the first two bees look like ants
-    assert sum(map(len, sample_batches(folder, PLAIN))) == 12
-    assert (
-        sum(map(len, sample_batches(folder.parent, PLAIN))) == 12
-    )  # parts and classes do not matter
-
-
-def test_an_unreadable_sample_is_an_error(folder: Path) -> None:
-    (folder / "ant" / "0.png").write_bytes(b"")
-    with pytest.raises(RetrofitError, match=r"cannot read ant/0.png"):
-        sample_batches(folder, PLAIN)
 
 
 @pytest.mark.parametrize(
