@@ -56,13 +56,14 @@ class BatchDependence:
                 f"{self.change:.1g})"
             )
         finding = (
-            f"a sample's gradient changes by up to {self.change:.0%} with its companions "
+            f"a sample's gradient changes by up to {_percent(self.change)} with its companions "
             "in the batch"
         )
         if not self.modules:
             return f"{finding}; no module takes samples as rows, so that none can be named"
         named = [
-            f"{name} ({self.classes[name]}, output by {c:.0%})" for name, c in self.modules.items()
+            f"{name} ({self.classes[name]}, output by {_percent(c)})"
+            for name, c in self.modules.items()
         ]
         return f"{finding}; what mixes the samples: {shortlist(named)}"
 
@@ -272,3 +273,8 @@ def _output_change(module: nn.Module, call: Call, sample: int) -> float:
         _share(y.double(), other.double()) for y, other in zip(outputs, exchanged, strict=True)
     ]
     return max(shares, default=0.0)
+
+
+def _percent(share: float) -> str:
+    """Return a share with two digits, however small it is."""
+    return f"{100 * float(f'{share:.2g}'):g}%"

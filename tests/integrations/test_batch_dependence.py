@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import retrofit
 import retrofit.opacus
 from retrofit.errors import RetrofitError, UsageError
+from retrofit.opacus.batch_dependence import BatchDependence
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Secure RNG turned off")]
 
@@ -47,11 +48,17 @@ def test_a_batch_norm_without_trained_parameters_is_found() -> None:
     assert list(result.modules) == ["1"]
     assert result.change > 0.1
     assert "1 (BatchNorm2d, output by" in str(result)
-    with pytest.raises(RetrofitError, match=r"changes by up to \d+% with its companions"):
+    with pytest.raises(RetrofitError, match=r"changes by up to \S+% with its companions"):
         retrofit.opacus.check(model, X, strict=True)
     assert torch.equal(torch.random.get_rng_state(), state)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_a_small_change_is_not_said_to_be_none() -> None:
+    finding = str(BatchDependence(0.0042, {"1": 0.0017}, {"1": "Mixer"}))
+    assert "changes by up to 0.42% with" in finding
+    assert "output by 0.17%" in finding
 
 
 def gradient_of_the_first(model: nn.Module, x: Tensor) -> Tensor:
