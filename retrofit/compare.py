@@ -3,9 +3,9 @@ outputs is compared.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from retrofit.comparison import TOLERANCE, Comparison
 from retrofit.errors import RetrofitError
-from retrofit.inputs import Call, holds_boxes, hooks_on_parts
-from retrofit.utils.forward_pass import hooked, undisturbed
+from retrofit.inputs import Call
+from retrofit.utils.forward_pass import hooked, standard_normal, undisturbed
 from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
 from retrofit.utils.text import with_class
 
-TOLERANCE = 1e-4
 # Elements kept of each layer's output: all of it would be gigabytes for a large network.
 _SAMPLES = 4096
 NO_NUMBERS = (
@@ -31,90 +31,13 @@ NO_NUMBERS = (
 _BY_SHARE = attrgetter("share", "scale")
 # Share of the layers' largest value by which float32 may miss a zero.
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The largest difference between the outputs of two networks.
-
-    Attributes:
-        max_abs_diff: Largest absolute difference; inf where shapes differ, or only one side is NaN
-            or infinite. Of several tensors, this and `scale` are those of the one that differs most
-            relative to its scale.
-        scale: Largest finite absolute value that the reference gave there.
-        tolerance: Largest share of `scale` that passes.
-        top1_agreement: Share of the samples with the same highest score; None where the outputs are
-            no scores.
-        where: The layer that the figures belong to; empty for the network's output.
-        batches: Sizes of the batches that both were run on.
-        compared: How many finite elements were compared.
-        not_checked: Why nothing was compared, and what would let it be; empty if it was.
-    """
-
-    max_abs_diff: float = 0.0
-    scale: float = 0.0
-    tolerance: float = TOLERANCE
-    top1_agreement: float | None = None
-    where: str = ""
-    batches: tuple[int, ...] = ()
-    compared: int = 0
-    not_checked: str = ""
-
-    @property
-    def differs(self) -> bool:
-        """Whether a difference beyond the tolerance was seen."""
-        return not self.not_checked and not self.max_abs_diff <= self.tolerance * self.scale
-
-    @property
-    def passed(self) -> bool:
-        """Whether something was compared, and is the same within the tolerance."""
-        return self.compared > 0 and not self.not_checked and not self.differs
-
-    @property
-    def share(self) -> float:
-        """The difference as a share of the scale (0 for 0 of 0)."""
-        if self.max_abs_diff == 0:
-            return 0.0
-        if self.scale:
-            return self.max_abs_diff / self.scale
-        return math.inf
-
-    def problem(
-        self, claim: str = "the converted network is not the function of its source"
-    ) -> str:
-        """Return a sentence on the difference; empty where there is none, or nothing was
-        compared.
-        """
-        if not self.differs:
-            return ""
-        location = ""
-        if self.where:
-            location = f" (in {self.where})"
-        return f"{claim}{location}: {self}"
-
-    def __str__(self) -> str:
-        """The figures."""
-        if self.not_checked:
-            return f"not checked: {self.not_checked}"
-        return f"largest difference {self.max_abs_diff:.3g} at a scale of {self.scale:.3g}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        names = ("max_abs_diff", "scale", "top1_agreement", "tolerance", "passed")
-        return {"batches": list(self.batches), **{name: getattr(self, name) for name in names}}
-
-
-class ComparisonError(RetrofitError):
-    """A network is not the function that another is: "A differs from B by ...; advice"."""
-
-    def __init__(self, comparison: Comparison, claim: str, advice: str) -> None:
-        self.comparison = comparison
-        message = (
-            f"{claim} by {comparison.share:.2g} of the output's scale, more than "
-            f"{comparison.tolerance:g}; {advice}"
-        )
-        super().__init__(str(comparison) if comparison.not_checked else message)
-
+# As torchvision names them
+_PARTS_OF_DETECTORS = (
+    *("backbone", "head", "rpn.head"),
+    *("roi_heads.box_head", "roi_heads.box_predictor"),
+    *("roi_heads.mask_head", "roi_heads.mask_predictor"),
+    *("roi_heads.keypoint_head", "roi_heads.keypoint_predictor"),
+)
 
 _Outputs = list[list[Tensor]]
 _Layers = dict[str, list[tuple[torch.Size, Tensor]]]
@@ -158,7 +81,7 @@ def answers_of(
         parts.clear()
         output = call.on(model)
         answer = Answer(call, [_kept(tensor) for tensor in tensors_in(output)], kept, [])
-        if not call.stage and holds_boxes(output):
+        if not call.stage and _holds_boxes(output):
             answer.parts.extend(map(answer_to, list(parts)))
         return answer
 
@@ -169,7 +92,7 @@ def answers_of(
         left_alone = undisturbed(model)
         watched = {name: model.get_submodule(name) for name in layers}
         hooks = chain(
-            hooks_on_parts(model, parts),
+            _hooks_on_parts(model, parts),
             (
                 layer.register_forward_hook(partial(keep, layer, name))
                 for name, layer in watched.items()
@@ -184,6 +107,37 @@ def answers_of(
             except Exception as error:
                 answers.append(error)
     return answers
+
+
+def _hooks_on_parts(model: nn.Module, parts: list[Call]) -> Iterator[RemovableHandle]:
+    """Register hooks that add to `parts` the calls of a detector's backbone and heads, each with
+    what it gets when the whole is called.
+
+    Boxes come out of sorting and suppression, where a rounding error may swap two candidates, so
+    two detectors are compared by these parts. A detector that does not name them as torchvision
+    does has none.
+    """
+
+    def record(
+        stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        part = Call(args, kwargs, stage)
+        parts.append(part.mapped(_filled))
+
+    for name, module in model.named_modules():
+        if name in _PARTS_OF_DETECTORS:
+            yield module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
+
+
+def _filled(value: Tensor) -> Tensor:
+    """Copy a tensor; one without rows (a mask head's, when no box was found) becomes two seeded
+    random rows.
+    """
+    if value.numel():
+        return value.detach().clone()
+    generator = torch.Generator().manual_seed(0)
+    rows = standard_normal((2, *value.shape[1:]), generator)
+    return rows.to(value)
 
 
 def _some_elements(output: Tensor) -> Tensor:
@@ -424,3 +378,28 @@ def _nothing_to_compare(outputs: list[Tensor]) -> str:
     if not any(output.isfinite().any() for output in outputs):
         return NO_NUMBERS
     return ""
+
+
+def is_detector(model: nn.Module, call: Call) -> bool:
+    """Tell whether a network answers a call with detections, and names parts that it can be
+    compared by. One that names none is not run. The network is left as it was.
+    """
+    names = {name for name, _ in model.named_modules()}
+    if names.isdisjoint(_PARTS_OF_DETECTORS):
+        return False
+    try:
+        with undisturbed(model):
+            return _holds_boxes(call.on(model))
+    # Anything may come out of a network's own code.
+    except Exception:
+        return False
+
+
+def _holds_boxes(answer: Any) -> bool:
+    """Tell whether a network answers with detections: a mapping with `boxes`, or a list of such."""
+    detections = [answer]
+    if isinstance(answer, list | tuple):
+        detections = list(answer)
+    return bool(detections) and all(
+        isinstance(row, Mapping) and isinstance(row.get("boxes"), Tensor) for row in detections
+    )

@@ -2,15 +2,13 @@
 to take.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.record import record_of
@@ -33,13 +31,6 @@ _BATCHES = (1, 2), (2, 3)
 _FRAMES = 16
 # Of two images of different sizes
 _SIDES = (64, 96), (96, 64)
-# As torchvision names them
-_PARTS_OF_DETECTORS = (
-    *("backbone", "head", "rpn.head"),
-    *("roi_heads.box_head", "roi_heads.box_predictor"),
-    *("roi_heads.mask_head", "roi_heads.mask_predictor"),
-    *("roi_heads.keypoint_head", "roi_heads.keypoint_predictor"),
-)
 
 
 @dataclass(frozen=True)
@@ -58,7 +49,7 @@ class Call:
 
         Random numbers are seeded; torch's random state is restored afterwards.
         """
-        copies = self._mapped(lambda x: x.detach().clone())
+        copies = self.mapped(lambda x: x.detach().clone())
         module = model
         if self.stage:
             module = model.get_submodule(self.stage)
@@ -89,7 +80,7 @@ class Call:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Call":
         """Return the call with its tensors on a device, floating-point numbers in a precision."""
-        return self._mapped(
+        return self.mapped(
             lambda x: x.detach().to(device, dtype if x.is_floating_point() else x.dtype)
         )
 
@@ -98,7 +89,7 @@ class Call:
         first.
         """
         batch = self.batch
-        return self._mapped(lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
+        return self.mapped(lambda x: x[rows.to(x.device)] if x.ndim and len(x) == batch else x)
 
     def resized(self, rows: int) -> "Call":
         """Return the call with another number of samples: the first ones, or all of them repeated
@@ -121,9 +112,10 @@ class Call:
                     x = x.index_select(dim, positions)
             return x
 
-        return self._mapped(stretch)
+        return self.mapped(stretch)
 
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Call":
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Call":
+        """Return the call with `function` of each of its tensors."""
         args, kwargs = tree_map_only(Tensor, function, (self.args, dict(self.kwargs)))
         return replace(self, args=args, kwargs=kwargs)
 
@@ -152,21 +144,11 @@ def example_calls(
                 "`inputs` and `input_size` both say what the network is run on; leave one out"
             )
         return [call_with(inputs)]
-    size = tuple(input_size or own_input_size(model))
-    # Anything may come out of a network's own code.
-    try:
-        return _random_calls(model, size)
-    except Exception as error:
-        raise RetrofitError(
-            f"the network did not take a random input of size {'x'.join(map(str, size))} "
-            f"({with_class(error)}); give example tensors with `inputs`, or another `input_size`"
-        ) from error
+    return _random_calls(model, tuple(input_size or own_input_size(model)))
 
 
 def _random_calls(model: nn.Module, size: tuple[int, ...]) -> list[Call]:
-    """Return random calls that a network takes; raise what it raises on a single sample if it takes
-    none.
-    """
+    """Return random calls that a network takes; see `example_calls`."""
     placement = placement_of(model)
     refusals = []
     with undisturbed(model) as start_again:
@@ -177,9 +159,15 @@ def _random_calls(model: nn.Module, size: tuple[int, ...]) -> list[Call]:
             try:
                 calls[0].on(model)
                 return calls
+            # Anything may come out of a network's own code.
             except Exception as error:
                 refusals.append(error)
-    raise refusals[0]
+    # What it says of a single sample.
+    refusal = refusals[0]
+    raise RetrofitError(
+        f"the network did not take a random input of size {'x'.join(map(str, size))} "
+        f"({with_class(refusal)}); give example tensors with `inputs`, or another `input_size`"
+    ) from refusal
 
 
 def call_with(inputs: Inputs) -> Call:
@@ -266,51 +254,6 @@ def _batches_images(
     return False
 
 
-def holds_boxes(answer: Any) -> bool:
-    """Tell whether a network answers with detections: a mapping with `boxes`, or a list of such."""
-    detections = [answer]
-    if isinstance(answer, list | tuple):
-        detections = list(answer)
-    return bool(detections) and all(
-        isinstance(row, Mapping) and isinstance(row.get("boxes"), Tensor) for row in detections
-    )
-
-
-def is_detector(model: nn.Module, call: Call) -> bool:
-    """Tell whether a network answers a call with detections, and names parts that it can be
-    compared by. One that names none is not run. The network is left as it was.
-    """
-    names = {name for name, _ in model.named_modules()}
-    if names.isdisjoint(_PARTS_OF_DETECTORS):
-        return False
-    try:
-        with undisturbed(model):
-            return holds_boxes(call.on(model))
-    # Anything may come out of a network's own code.
-    except Exception:
-        return False
-
-
-def hooks_on_parts(model: nn.Module, parts: list[Call]) -> Iterator[RemovableHandle]:
-    """Register hooks that add to `parts` the calls of a detector's backbone and heads, each with
-    what it gets when the whole is called.
-
-    Boxes come out of sorting and suppression, where a rounding error may swap two candidates, so
-    two detectors are compared by these parts. A detector that does not name them as torchvision
-    does has none.
-    """
-
-    def record(
-        stage: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        part = Call(args, kwargs, stage)
-        parts.append(part._mapped(_filled))
-
-    for name, module in model.named_modules():
-        if name in _PARTS_OF_DETECTORS:
-            yield module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
-
-
 def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bool) -> Call:
     """Return a call with seeded random samples of `size`: a batch, or `listed` one by one."""
     generator = torch.Generator().manual_seed(batch)
@@ -321,14 +264,3 @@ def _random_call(model: nn.Module, size: tuple[int, ...], batch: int, listed: bo
     if listed:
         return Call((tensors,))
     return Call(tuple(tensors))
-
-
-def _filled(value: Tensor) -> Tensor:
-    """Copy a tensor; one without rows (a mask head's, when no box was found) becomes two seeded
-    random rows.
-    """
-    if value.numel():
-        return value.detach().clone()
-    generator = torch.Generator().manual_seed(0)
-    rows = standard_normal((2, *value.shape[1:]), generator)
-    return rows.to(value)

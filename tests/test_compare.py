@@ -14,7 +14,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from retrofit.compare import Comparison, Reference
+from retrofit.compare import Reference
+from retrofit.comparison import Comparison
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, example_calls, own_input_size
 from retrofit.surgery.norm_layers import find_norms

@@ -40,7 +40,7 @@ from retrofit.errors import RetrofitError
 from retrofit.registry import TARGETS, listed_targets
 
 if TYPE_CHECKING:
-    from retrofit.compare import Comparison
+    from retrofit.comparison import Comparison
     from retrofit.surgery import Report
 
 

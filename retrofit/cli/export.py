@@ -85,7 +85,7 @@ def command(
     """
     import retrofit
     from retrofit.cli.network import file_stem, open_network, output_file, read_calibration
-    from retrofit.compare import ComparisonError
+    from retrofit.comparison import ComparisonError
     from retrofit.export.report import check_report
 
     if runtime is not None:

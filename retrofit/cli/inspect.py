@@ -53,7 +53,7 @@ def command(model: str, to: str | None, full: bool, **arguments: Any) -> None:
     from retrofit import surgery
     from retrofit.cli.network import read_calibration, taken
     from retrofit.networks.open_model import open_model
-    from retrofit.surgery.planning import normalizations_in
+    from retrofit.surgery.norm_layers import normalizations_in
 
     opening = taken(arguments, open_model)
     # What is left are the options of a conversion.

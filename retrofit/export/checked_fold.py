@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from retrofit.compare import NO_NUMBERS, Comparison, ComparisonError, Reference
+from retrofit.compare import NO_NUMBERS, Reference, is_detector
+from retrofit.comparison import Comparison, ComparisonError
 from retrofit.errors import RetrofitError
 from retrofit.export.approximation.choose import choose
 from retrofit.export.capture import NO_DETECTORS, Program, capture
@@ -17,7 +18,7 @@ from retrofit.export.graph_passes import fold_program
 from retrofit.export.power_operator import Replacement
 from retrofit.export.report import FoldedLayer
 from retrofit.export.request import Request
-from retrofit.inputs import Call, is_detector
+from retrofit.inputs import Call
 from retrofit.layers.normality_mixin import lambda_values
 from retrofit.utils.forward_pass import evaluating
 

@@ -11,7 +11,8 @@ import onnx
 from torch import nn
 
 import retrofit
-from retrofit.compare import TOLERANCE, Reference
+from retrofit.compare import Reference
+from retrofit.comparison import TOLERANCE
 from retrofit.errors import UsageError
 from retrofit.export.capture import Program
 from retrofit.export.checked_fold import REPORT_IT, FoldedNetwork, checked_fold

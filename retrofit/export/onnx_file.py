@@ -12,7 +12,8 @@ from onnx.external_data_helper import set_external_data
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from retrofit.compare import Comparison, ComparisonError, Reference
+from retrofit.compare import Reference
+from retrofit.comparison import Comparison, ComparisonError
 from retrofit.errors import RetrofitError
 from retrofit.export.capture import Program
 from retrofit.utils.files import OLD, atomic_write, ensure_writable, temporary_folder, writing

@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 
-from retrofit.compare import ComparisonError, Reference
+from retrofit.compare import Reference
+from retrofit.comparison import ComparisonError
 from retrofit.errors import RetrofitError
 from retrofit.export.capture import Program
 from retrofit.export.request import Request

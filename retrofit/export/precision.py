@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from retrofit.compare import ComparisonError, Reference
+from retrofit.compare import Reference
+from retrofit.comparison import ComparisonError
 from retrofit.export.checked_fold import ACCEPT
 from retrofit.export.onnx_file import Check, reported
 from retrofit.export.request import Request

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from retrofit.compare import Comparison
+from retrofit.comparison import Comparison
 from retrofit.errors import UsageError
 from retrofit.export.request import Precision
 from retrofit.utils.files import ensure_writable

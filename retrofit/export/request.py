@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from retrofit.compare import TOLERANCE
+from retrofit.comparison import TOLERANCE
 from retrofit.errors import UsageError
 from retrofit.export.approximation.polynomial_fit import MAX_DEGREE
 from retrofit.inputs import Call, Inputs, example_calls

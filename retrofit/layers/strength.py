@@ -9,7 +9,7 @@ conversion of some layers, made it so; each layer remembers where its strength c
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -261,9 +261,14 @@ def set_strength(model: nn.Module, strength: float) -> int:
         raise RetrofitError(
             "the model holds no converted layer that has a strength; convert it first"
         )
+    set_strength_of(layers, strength)
+    return len(layers)
+
+
+def set_strength_of(layers: Iterable[StrengthMixin], strength: float) -> None:
+    """Set the strength of some layers, in [0, 1]."""
     for layer in layers:
         layer.set_strength(strength)
-    return len(layers)
 
 
 def strength_of(model: nn.Module) -> float | None:

@@ -7,23 +7,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.compare import Comparison
+from retrofit.comparison import Comparison
 from retrofit.conversion_options import takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Inputs, call_with
-from retrofit.layers.strength import StrengthMixin, check_strength, strength_layers
+from retrofit.layers.strength import (
+    StrengthMixin,
+    check_strength,
+    set_strength_of,
+    strength_layers,
+)
 from retrofit.record import set_record
-from retrofit.surgery.bypass_detection import note_on_uncalled
+from retrofit.surgery.bypass_guards import note_on_uncalled
 from retrofit.surgery.converter import Converter, converter_for
 from retrofit.surgery.execute import execute, unchanged_on_failure
-from retrofit.surgery.norm_layers import NormLayer, proved_on_shapes
+from retrofit.surgery.norm_layers import NormLayer, proved_on_shapes, source_of
 from retrofit.surgery.plan_and_report import Report
 from retrofit.surgery.planning import (
     Patterns,
     PlanRequest,
     plan_and_sites,
     refuse_constants,
-    source_of,
 )
 from retrofit.surgery.source_run import run_source
 from retrofit.utils.forward_pass import images_of
@@ -110,6 +114,7 @@ def convert(
     with unchanged_on_failure(network, norms):
         converted, report = execute(plan, converter, network, norms, sites)
         uncalled = note_on_uncalled(converted, plan.converted, run)
+        _record_sample_size(converted, inputs, input_size)
         earlier = _converted_before(norms)
         notes = (*report.notes, *original.functions, _note_on_earlier(len(earlier)), uncalled)
         report = replace(report, notes=tuple(filter(None, notes)))
@@ -119,14 +124,13 @@ def convert(
             report = _checked(report, result)
         new_layers = [layer for layer in strength_layers(converted) if layer not in earlier]
         if run.predictions is not None:
-            _set_strength(new_layers, 1.0)
+            set_strength_of(new_layers, 1.0)
             report = replace(report, agreement=run.agreement(converted))
-        _set_strength(new_layers, strength or 0.0)
+        set_strength_of(new_layers, strength or 0.0)
         if strength is not None and report.strength is not None:
             report = replace(report, strength=strength)
             if strength and report.check is not None:
                 report = replace(report, change=run.compare(converted, layers=False))
-    _record_sample_size(converted, inputs, input_size)
     # The caller's object may wrap the network.
     if converted is network:
         return model, report
@@ -170,11 +174,6 @@ def _check_strength(strength: float | None, to: str, converter: Converter) -> No
 
 def _converted_before(norms: Sequence[NormLayer]) -> set[nn.Module]:
     return {norm.module for norm in norms if isinstance(norm.module, StrengthMixin)}
-
-
-def _set_strength(layers: Sequence[StrengthMixin], strength: float) -> None:
-    for layer in layers:
-        layer.set_strength(strength)
 
 
 def _note_on_earlier(count: int) -> str:

@@ -17,8 +17,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
 from retrofit.layers import StrengthMixin
+from retrofit.record import network_in
 from retrofit.registry import FAMILIES
 from retrofit.surgery.foreign_norms import Formula, full_name, proved_formula
+from retrofit.surgery.functional_norms import functional_norms
 from retrofit.surgery.plan_and_report import LayerRow, Status
 
 _TORCH = "torch.nn.modules"
@@ -135,6 +137,37 @@ class NormLayer:
     ) -> LayerRow:
         """Return the row of a plan that says what becomes of the layer."""
         return LayerRow(self.name, self.label, target, status, reason, options)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A network that is about to be converted.
+
+    Attributes:
+        network: The network, without wrappers.
+        norms: Its normalization layers.
+        functions: Sentences on normalizations that its code calls as functions.
+    """
+
+    network: nn.Module
+    norms: Sequence[NormLayer]
+    functions: Sequence[str]
+
+
+def source_of(model: nn.Module) -> Source:
+    """Find the normalizations of a network, or of the one that a wrapper holds.
+
+    Raises:
+        UsageError: If `model` is not a network.
+    """
+    return normalizations_in(network_in(model))
+
+
+def normalizations_in(network: nn.Module) -> Source:
+    """Find the normalizations of a network, which is in no wrapper."""
+    norms = list(find_norms(network))
+    layers = inside_parametrizations(network) | {norm.module for norm in norms}
+    return Source(network, norms, functional_norms(network, layers))
 
 
 def find_norms(model: nn.Module) -> Iterator[NormLayer]:

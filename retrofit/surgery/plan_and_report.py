@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retrofit.utils.text import ROOT, aligned, printable
 
 if TYPE_CHECKING:
-    from retrofit.compare import Comparison
+    from retrofit.comparison import Comparison
 
 Status = Literal["converted", "kept", "unsupported", "left"]
 

@@ -13,11 +13,9 @@ from torch import nn
 from retrofit.conversion_options import ConversionOptions, takes_options
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.graph.norm_sites import Sites
-from retrofit.record import network_in
 from retrofit.registry import TARGETS, Target, target_named
 from retrofit.surgery.converter import Converter, converter_for
-from retrofit.surgery.functional_norms import functional_norms
-from retrofit.surgery.norm_layers import NormLayer, find_norms, inside_parametrizations
+from retrofit.surgery.norm_layers import NormLayer, Source, source_of
 from retrofit.surgery.plan_and_report import LayerRow, Plan
 from retrofit.utils.text import one_line, plural, shortlist
 
@@ -74,37 +72,6 @@ class PlanRequest:
         """List what may be read once only: a conversion plans twice."""
         for name in ("only", "skip", "source"):
             object.__setattr__(self, name, _listed(getattr(self, name)))
-
-
-@dataclass(frozen=True)
-class Source:
-    """A network that is about to be converted.
-
-    Attributes:
-        network: The network, without wrappers.
-        norms: Its normalization layers.
-        functions: Sentences on normalizations that its code calls as functions.
-    """
-
-    network: nn.Module
-    norms: Sequence[NormLayer]
-    functions: Sequence[str]
-
-
-def source_of(model: nn.Module) -> Source:
-    """Find the normalizations of a network, or of the one that a wrapper holds.
-
-    Raises:
-        UsageError: If `model` is not a network.
-    """
-    return normalizations_in(network_in(model))
-
-
-def normalizations_in(network: nn.Module) -> Source:
-    """Find the normalizations of a network, which is in no wrapper."""
-    norms = list(find_norms(network))
-    layers = inside_parametrizations(network) | {norm.module for norm in norms}
-    return Source(network, norms, functional_norms(network, layers))
 
 
 def plan_and_sites(source: Source, request: PlanRequest) -> tuple[Plan, Sites | None]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from retrofit.compare import Comparison, Reference
+from retrofit.compare import Reference
+from retrofit.comparison import Comparison
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call, Inputs, example_calls
 

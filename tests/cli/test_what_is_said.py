@@ -23,7 +23,7 @@ from torch import nn
 
 import retrofit
 from retrofit.cli.export import _show
-from retrofit.compare import Comparison
+from retrofit.comparison import Comparison
 from retrofit.evaluation import evaluate
 from retrofit.export import checked_fold
 from retrofit.images.dataset import open_images
