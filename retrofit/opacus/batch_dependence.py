@@ -5,6 +5,7 @@ sample's gradient depends on it. Opacus's validator judges trained layers by the
 network is run, so frozen parameters and code of one's own count too.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,12 +56,17 @@ class BatchDependence:
                 "each sample's gradient is its own (largest change with other companions: "
                 f"{self.change:.1g})"
             )
+        if math.isnan(self.change):
+            return (
+                "a sample's gradient is not finite, and shows nothing of what mixes the samples; "
+                "check the network with other inputs or in float32"
+            )
         finding = (
             f"a sample's gradient changes by up to {_percent(self.change)} with its companions "
             "in the batch"
         )
         if not self.modules:
-            return f"{finding}; no module takes samples as rows, so that none can be named"
+            return f"{finding}; no module shows it when it is run by itself"
         named = [
             f"{name} ({self.classes[name]}, output by {_percent(c)})"
             for name, c in self.modules.items()
@@ -116,7 +122,7 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     changes = {}
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:
-        changes = _mixing_modules(network, replace(call, seed=largest))
+        changes = _mixing_modules(network, replace(call, seed=largest), largest)
     classes: dict[str, str] = {}
     for name in changes:
         module = network.get_submodule(name)
@@ -138,8 +144,8 @@ def _refuse_what_cannot_be_measured(model: nn.Module, call: Call) -> None:
         raise UsageError("Opacus wraps this network already; check it before `make_private`")
     if not model.training:
         raise UsageError(
-            "the network is in evaluation mode, in which nothing mixes samples; check it as your "
-            "loop trains it, after model.train()"
+            "the network is in evaluation mode; check it as your loop trains it, after "
+            "model.train()"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(
@@ -191,16 +197,26 @@ def _gradient(network: nn.Module, call: Call, sample: int) -> Tensor:
             raise RetrofitError(
                 f"the network did not take the `inputs` ({with_class(error)})"
             ) from error
-        losses = [(y + y.square() / 2).sum() for y in outputs if y.requires_grad]
-        if not losses:
+        if not outputs:
             raise RetrofitError(
                 f"the network's answer holds no tensor with a row for each of the {call.batch} "
                 "samples; give it inputs for which it answers with outputs, not with a loss"
             )
-        loss = torch.stack(losses).sum()
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    used = [gradient.flatten().double() for gradient in gradients if gradient is not None]
-    return torch.cat(used)
+        losses = [(y + y.square() / 2).sum() for y in outputs if y.requires_grad]
+        if not losses:
+            raise RetrofitError(
+                "the network's outputs use no trained parameter; set requires_grad as your loop "
+                "does"
+            )
+        # Not torch.autograd.grad, which reentrant activation checkpointing refuses.
+        network.zero_grad()
+        torch.stack(losses).sum().backward()
+    # A branch that the batch chooses uses other parameters for other companions.
+    gradients = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in parameters
+    ]
+    return torch.cat([gradient.flatten().double() for gradient in gradients])
 
 
 def _rows(module: nn.Module, run: Callable[..., Any], call: Call, sample: int) -> list[Tensor]:
@@ -224,8 +240,8 @@ def _share(value: Tensor, other: Tensor) -> float:
     return 0.0
 
 
-def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
-    """Return, by name, the innermost modules whose output for a sample depends on the others.
+def _mixing_modules(network: nn.Module, call: Call, sample: int) -> dict[str, float]:
+    """Return, by name, the innermost modules whose output for the sample depends on the others.
 
     Each is run by itself on what it gets, and again with the rows of other samples exchanged.
     """
@@ -242,7 +258,7 @@ def _mixing_modules(network: nn.Module, call: Call) -> dict[str, float]:
         is_probing = True
         # A module that does not take the other rows, for reasons of its own, is not named.
         with suppress(Exception):
-            change = max(_output_change(module, given, sample) for sample in (0, 1))
+            change = _output_change(module, given, sample)
             largest = changes.get(name, 0.0)
             changes[name] = max(change, largest)
         is_probing = False

@@ -34,6 +34,12 @@ def _per_sample_gradients(
         if parameter.requires_grad and "." not in name.removeprefix(f"{_NORM}.")
     }
 
+    # Poisson sampling may draw nobody; torch's vmap does not take 0 samples in every operation.
+    if not len(backprops):
+        return {
+            parameter: parameter.new_zeros(0, *parameter.shape) for parameter in trained.values()
+        }
+
     def loss(values: dict[str, Tensor], x: Tensor, backprop: Tensor) -> Tensor:
         out = functional_call(run, values, (x.unsqueeze(0),))
         return (out * backprop.unsqueeze(0)).sum()

@@ -7,6 +7,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import retrofit
 import retrofit.opacus
@@ -166,6 +167,48 @@ def test_gradients_that_overflow_pass_nothing() -> None:
     inputs[1:] *= 3000
     result = retrofit.opacus.check(AllButTheFirst().half(), inputs.half())
     assert not result.passed
+    assert "a sample's gradient is not finite" in str(result)
+
+
+def test_the_module_is_named_by_a_later_sample() -> None:
+    class Late(Centred):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x.flatten(1))
+            return self.last(torch.cat([h[:3], h[3:] - h[3:].mean(0)]))
+
+    assert list(retrofit.opacus.check(nn.Sequential(Late()), X).modules) == ["0"]
+
+
+class Branching(nn.Module):
+    """The batch's mean chooses one of two layers, which compute the same."""
+
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(192, 2), nn.Sequential(nn.Linear(192, 2), last)
+        self.other[0].load_state_dict(self.layer.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.layer if x.mean() > 0 else self.other
+        y: Tensor = chosen(x.flatten(1))
+        return y
+
+
+@pytest.mark.parametrize("last", [nn.Identity(), nn.Linear(2, 2)])
+def test_a_branch_that_the_batch_chooses_is_found(last: nn.Module) -> None:
+    """Parameters that one of the runs does not use have a gradient of 0 there."""
+    inputs = X.clone()
+    inputs[0] += 3
+    assert not retrofit.opacus.check(Branching(last), inputs).passed
+
+
+class Checkpointed(Centred):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+def test_reentrant_checkpointing_is_measured() -> None:
+    result = retrofit.opacus.check(nn.Sequential(Checkpointed()), X)
+    assert list(result.modules) == ["0"]
 
 
 class Sometimes(Centred):
@@ -187,6 +230,12 @@ def zeroed(norm: nn.Module) -> nn.Module:
     last = nn.Linear(4, 2).requires_grad_(False)
     nn.init.zeros_(last.weight)
     return nn.Sequential(with_frozen_parameters(norm), last)
+
+
+def unused() -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 2)).requires_grad_(False)
+    model.register_parameter("spare", nn.Parameter(torch.ones(())))
+    return model
 
 
 class Unseeded(nn.Module):
@@ -220,6 +269,7 @@ class Remembering(Centred):
         (nn.Sequential(nn.Flatten()), X, UsageError, "no parameter of the network is trained"),
         (nn.Conv2d(4, 2, 1), X, RetrofitError, "did not take the `inputs`"),
         (zeroed(nn.BatchNorm2d(8)), X, RetrofitError, "every gradient is 0"),
+        (unused(), X, RetrofitError, "use no trained parameter"),
         (Unseeded(), X, RetrofitError, "another gradient each time"),
         (Remembering(), X, RetrofitError, "another gradient each time"),
     ],

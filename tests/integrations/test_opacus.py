@@ -91,6 +91,36 @@ def test_each_kind_of_layer_by_hooks(norm: nn.Module, to: str, options: dict[str
     assert_gradients_are_a_loops(model, "hooks", 16)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("to", ["frozen", "ln", "gn-pn", "lnn"])
+def test_poisson_sampling_may_draw_nobody(to: str, mode: str) -> None:
+    norm = LayerNorm2d(4) if to == "lnn" else nn.BatchNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    retrofit.convert(model, to, input_size=(3, 8, 8))
+    wrap_model(model.train(), mode)(torch.empty(0, 3, 8, 8)).sum().backward()
+    for name, one in model.named_parameters():
+        gradients = one._norm_sample if mode == "ghost" else one.grad_sample
+        assert gradients.shape == ((0,) if mode == "ghost" else (0, *one.shape)), name
+
+
+@pytest.mark.parametrize("to", ["frozen", "ln-pn"])
+def test_ghost_clipping_measures_a_loops_norms(to: str) -> None:
+    torch.manual_seed(0)
+    head = nn.Flatten(), nn.Linear(288, 5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), *head).double()
+    x, y = torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.randint(0, 5, (4,))
+    model(x)
+    retrofit.convert(model, to, inputs=x)
+    source = copy.deepcopy(model).train()
+    cross_entropy(wrap_model(model.train(), "ghost")(x), y).backward()
+    for i in range(len(x)):
+        source.zero_grad()
+        cross_entropy(source(x[i : i + 1]), y[i : i + 1]).backward()
+        for name, other in source.named_parameters():
+            one = model.get_parameter(name)
+            torch.testing.assert_close(one._norm_sample[i], other.grad.norm(), msg=name)
+
+
 def test_a_proxy_that_no_hook_reaches_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 5, 3))
     retrofit.convert(model, "ln-pn", pn_params=False)
