@@ -1,7 +1,7 @@
 """`retrofit.convert`: plan, run the network, convert, and compare with the source."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from retrofit.surgery.planning import (
     plan_and_sites,
     refuse_constants,
 )
-from retrofit.surgery.source_run import run_source
+from retrofit.surgery.source_run import SourceRun, run_source
 from retrofit.utils.forward_pass import images_of
 from retrofit.utils.text import plural
 
@@ -122,15 +122,7 @@ def convert(
             result = run.check(converted, layers=converter.identity)
             report = replace(report, identity=converter.identity, classifies=run.classifies)
             report = _checked(report, result)
-        new_layers = [layer for layer in strength_layers(converted) if layer not in earlier]
-        if run.predictions is not None:
-            set_strength_of(new_layers, 1.0)
-            report = replace(report, agreement=run.agreement(converted))
-        set_strength_of(new_layers, strength or 0.0)
-        if strength is not None and report.strength is not None:
-            report = replace(report, strength=strength)
-            if strength and report.check is not None:
-                report = replace(report, change=run.compare(converted, layers=False))
+        report = _at_strength(strength, converted, earlier, report, run)
     # The caller's object may wrap the network.
     if converted is network:
         return model, report
@@ -183,6 +175,31 @@ def _note_on_earlier(count: int) -> str:
         f"{plural(count, 'layer')} converted before: their strength stays, `strength` sets the new "
         "ones alone"
     )
+
+
+def _at_strength(
+    strength: float | None,
+    network: nn.Module,
+    earlier: Set[nn.Module],
+    report: Report,
+    run: SourceRun,
+) -> Report:
+    """Set the strength of the layers that were not there `earlier`.
+
+    Returns:
+        The report with what the target changes (at strength 1, on images), and with what `strength`
+        does.
+    """
+    new_layers = [layer for layer in strength_layers(network) if layer not in earlier]
+    if run.predictions is not None:
+        set_strength_of(new_layers, 1.0)
+        report = replace(report, agreement=run.agreement(network))
+    set_strength_of(new_layers, strength or 0.0)
+    if strength is not None and report.strength is not None:
+        report = replace(report, strength=strength)
+        if strength and report.check is not None:
+            report = replace(report, change=run.compare(network, layers=False))
+    return report
 
 
 def _checked(report: Report, result: Comparison) -> Report:
