@@ -43,7 +43,9 @@ def parameter_groups(
         groups = param_groups_layer_decay(
             model, weight_decay, no_weight_decay_list=undecayed, layer_decay=layer_decay
         )
-    decayed = _proxies(model)
+    proxy_norms = [module for module in model.modules() if isinstance(module, ProxyNorm)]
+    _move_beside_gamma(proxy_norms, groups)
+    decayed = [parameter for norm in proxy_norms for parameter in norm.parameters(recurse=False)]
     if decay_norms:
         decayed = list(model.parameters())
     decayed_ids = set(map(id, decayed))
@@ -59,6 +61,25 @@ def parameter_groups(
     return split
 
 
+def _move_beside_gamma(proxy_norms: list[ProxyNorm], groups: list[dict[str, Any]]) -> None:
+    """Move the parameters of each ProxyNorm into the group of the gamma before it.
+
+    timm knows by its name which layer a parameter belongs to. It has no name for that of an
+    activation outside the blocks, such as a ResNet's `act1`, and would give it the rate of the last
+    layer.
+    """
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    for proxy_norm in proxy_norms:
+        home = group_of.get(id(getattr(proxy_norm.norm, "weight", None)))
+        for parameter in proxy_norm.parameters(recurse=False):
+            group = group_of.get(id(parameter))
+            # Only what is trained is in a group.
+            if home is None or group is None:
+                continue
+            group["params"] = [other for other in group["params"] if other is not parameter]
+            home["params"].append(parameter)
+
+
 def _undecayed_names(model: Any) -> set[str]:
     """Return what the network itself asks not to decay, and affine weights of shape (C, 1, 1), in
     which timm sees no norm.
@@ -69,11 +90,6 @@ def _undecayed_names(model: Any) -> set[str]:
     if hasattr(model, "no_weight_decay"):
         names |= set(model.no_weight_decay())
     return names
-
-
-def _proxies(model: nn.Module) -> list[Any]:
-    norms = [module for module in model.modules() if isinstance(module, ProxyNorm)]
-    return [parameter for norm in norms for parameter in (norm.proxy_bias, norm.proxy_scale)]
 
 
 def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:

@@ -47,6 +47,21 @@ def test_proxy_parameters_are_decayed_and_norms_are_not(layer_decay: float | Non
     assert everything.keys() == decay.keys()
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_proxy_norm_has_the_rate_of_the_layer_before_it(trained: bool) -> None:
+    """timm takes a ResNet's `act1` for a part of the last layer."""
+    model = converted("gn-pn")
+    proxy_norm = model.act1
+    proxy_norm.proxy_bias.requires_grad_(trained)
+    groups = optimization.parameter_groups(model, 0.1, 0.5)
+    scale = by_parameter(groups, "lr_scale")
+    assert scale[id(proxy_norm.proxy_scale)] == scale[id(model.bn1.weight)] < 0.5
+    wanted = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    assert sorted(id(parameter) for group in groups for parameter in group["params"]) == sorted(
+        wanted
+    )
+
+
 def test_gamma_that_stands_apart_in_a_plain_network_is_not_decayed() -> None:
     """It has three dimensions there, as the weights of convolutions have."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), FrozenBatchNorm(8).plain_layer()[1])
