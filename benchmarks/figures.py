@@ -19,22 +19,13 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import torch
+from diagrams import BASELINE, OURS, TODAY, conversion, course, legend, noise, path, proxy
 from harness import RESULTS
 from matplotlib.figure import Figure
 from terminal import record_terminal
-from torch import Tensor, nn
-
-import retrofit
-from retrofit.finetune import StrengthSchedule
-from retrofit.layers import yeo_johnson
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 THEMES = {"light": ("#1f2328", "#ffffff", "#d8dee4"), "dark": ("#e6edf3", "#0d1117", "#30363d")}
-OURS = "#2f81f7"
-BASELINE = "#8b949e"
-TODAY = "#e2701a"
-H = torch.linspace(-3, 3, 121)
 STYLES = {"ln": ("o-", OURS), "gn-pn": ("s-", "#2da44e"), "bnn": ("^-", "#8957e5")}
 
 
@@ -148,26 +139,58 @@ PRIVATE = {
 def privacy(figure: Figure) -> None:
     """Top-1 after training with differential privacy, by network and epsilon."""
     groups = [(LITE, "8"), (LITE, "3"), (MOBILE, "8")]
-    axes = figure.subplots()
     top1 = {name: private("dp.md", name) for name in NETWORKS}
     for name in NETWORKS:
         longer = private("dp_longer.md", name)
         top1[name].update({("longer", eps): longer[row, eps] for row, eps in longer if row == HEAD})
+    axes = figure.subplots()
     for place, (row, (label, colour)) in enumerate(PRIVATE.items()):
-        measured = [
-            (group, top1[name][row, eps])
-            for group, (name, eps) in enumerate(groups)
-            if (row, eps) in top1[name]
-        ]
-        places = [group + 0.17 * place for group, _ in measured]
-        bars = axes.bar(places, [value for _, value in measured], 0.155, color=colour, label=label)
-        axes.bar_label(bars, fmt="%.1f", fontsize=7)
+        values = [top1[name].get((row, eps)) for name, eps in groups]
+        beside(axes, place, values, label, colour)
     names = [f"{NETWORKS[name]}\nepsilon {eps}" for name, eps in groups]
     axes.set_xticks([group + 0.34 for group in range(len(groups))], names)
     axes.set_ylabel("test top-1 with DP-SGD, %")
+    above_chance(axes)
+    legend(figure)
+
+
+AVERAGED = {
+    BATCHNORM: ("BatchNorm, all layers", TODAY),
+    f"{BATCHNORM}, norms and last layer trained": (
+        "BatchNorm, norms and last layer",
+        "#f0b27a",
+    ),
+    "linear probe": ("last layer alone", BASELINE),
+    "frozen": ("frozen, all layers", "#79b8ff"),
+    "frozen, norms and last layer trained": ("frozen, norms and last layer", OURS),
+}
+
+
+def federated(figure: Figure) -> None:
+    """Top-1 of the averaged network, by network and by what the clients train."""
+    axes = figure.subplots()
+    sections = [f"## cifar10, 300 training pictures, {name}" for name in NETWORKS]
+    top1 = [table("federated.md", "batch 8", section) for section in sections]
+    for place, (row, (label, colour)) in enumerate(AVERAGED.items()):
+        beside(axes, place, [number(rows[row][0]) for rows in top1], label, colour)
+    axes.set_xticks([group + 0.34 for group in range(len(top1))], NETWORKS.values())
+    axes.set_ylabel("test top-1 after 20 rounds, %")
+    above_chance(axes)
+    legend(figure)
+
+
+def beside(axes: Any, place: int, values: Sequence[float | None], label: str, colour: str) -> None:
+    """Draw a row's bar at its place in each group; None is a group without it."""
+    measured = {group: value for group, value in enumerate(values) if value is not None}
+    places = [group + 0.17 * place for group in measured]
+    bars = axes.bar(places, list(measured.values()), 0.155, color=colour, label=label)
+    axes.bar_label(bars, fmt="%.1f", fontsize=7)
+
+
+def above_chance(axes: Any) -> None:
+    """Mark what guessing one of ten classes reaches."""
     axes.axhline(10, color=BASELINE, linewidth=1, linestyle=":", label="chance")
     axes.grid(visible=False, axis="x")
-    legend(figure)
 
 
 CURVES = {
@@ -225,87 +248,6 @@ def strengths(figure: Figure) -> None:
     legend(figure, axes)
 
 
-def course(figure: Figure) -> None:
-    """The strength over a training: raised to 1, and there and back."""
-    steps = 200
-    axes = figure.subplots()
-    for shape, end, colour, label in (
-        ("linear", 1.0, OURS, "default"),
-        ("there-and-back", 0.0, BASELINE, "there and back"),
-    ):
-        network, _ = retrofit.convert(
-            nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), "ln", check=False
-        )
-        schedule = StrengthSchedule(network, steps, shape=shape, end=end)
-        values = []
-        for _ in range(steps):
-            values.append(retrofit.strength_of(network))
-            schedule.step()
-        axes.plot(np.linspace(0, 1, steps), values, color=colour, label=label)
-    axes.set_xlabel("part of the training that is done")
-    axes.set_ylabel("strength t")
-    legend(figure)
-
-
-def by_strength(figure: Figure, function: Callable[[float], Tensor], title: str) -> None:
-    """Draw a function of h at five strengths."""
-    axes = figure.subplots()
-    axes.set_ylabel("transformed value")
-    ends = mpl.colors.to_rgb(BASELINE), mpl.colors.to_rgb(OURS)
-    for t in (0.0, 0.25, 0.5, 0.75, 1.0):
-        mix = tuple((1 - t) * a + t * b for a, b in zip(*ends, strict=True))
-        axes.plot(H, function(t), color=mix, label=f"t = {t:g}")
-    axes.set_title(title)
-    axes.set_xlabel("normalized value h")
-    axes.legend(fontsize=9, frameon=False, handlelength=1)
-
-
-def proxy(figure: Figure) -> None:
-    """What becomes of a ReLU whose beta moves in training: alone, and with its restored proxy."""
-    gamma, trained, moved = 0.5, 1.0, 0.0
-    quantiles = torch.erfinv(torch.linspace(-1, 1, 2003)[1:-1]) * 2**0.5
-
-    def restored(beta: float) -> Tensor:
-        at_conversion = torch.relu(gamma * quantiles + trained)
-        today = torch.relu(gamma * quantiles + beta)
-        normalized = (torch.relu(gamma * H + beta) - today.mean()) / today.std()
-        return normalized * at_conversion.std() + at_conversion.mean()
-
-    axes = figure.subplots()
-    axes.plot(H, restored(trained), color=BASELINE, label="at conversion, β = 1: both")
-    axes.plot(H, torch.relu(gamma * H + moved), color=TODAY, label="β moved to 0: ReLU alone")
-    axes.plot(H, restored(moved), color=OURS, label="β moved to 0: with its proxy")
-    axes.set_title("ReLU of y = 0.5 n + β, t = 1")
-    axes.set_ylabel("output")
-    axes.set_xlabel("normalized value n")
-    axes.legend(fontsize=9, frameon=False, handlelength=1)
-
-
-def path(figure: Figure) -> None:
-    """The power transform of a layer from t = 0 to 1."""
-    title = "ψ(h; 1 + t (λ - 1)), λ = 0.3"
-    by_strength(
-        figure,
-        lambda t: yeo_johnson(H, torch.tensor(1 + t * (0.3 - 1))),
-        title,
-    )
-
-
-def noise(figure: Figure) -> None:
-    """What training adds to a transformed value: one draw, and the standard deviation of all."""
-    axes = figure.subplots()
-    generator = torch.Generator().manual_seed(0)
-    spread = 0.4 * torch.randn(100_000, generator=generator).abs().mean()
-    drawn = H + spread * torch.randn(len(H), generator=generator)
-    axes.fill_between(H, H - spread, H + spread, color=OURS, alpha=0.25, linewidth=0, label="± ξ s")
-    axes.plot(H, drawn, ".", color=OURS, label="with noise")
-    axes.plot(H, H, color=BASELINE, label="without")
-    axes.set_title("ξ = 0.4, values from a standard normal: s = 0.8")
-    axes.set_xlabel("transformed value")
-    axes.set_ylabel("value in training")
-    axes.legend(fontsize=9, frameon=False, handlelength=1)
-
-
 def horizontal(figure: Figure, bars: Sequence[tuple[str, float, str]], label: str) -> None:
     """Draw labelled bars with their values."""
     axes = figure.subplots()
@@ -318,18 +260,14 @@ def horizontal(figure: Figure, bars: Sequence[tuple[str, float, str]], label: st
     axes.grid(visible=False)
 
 
-def legend(figure: Figure, axes: Any = None) -> None:
-    """Explain the lines below the figure."""
-    handles, labels = (axes or figure.axes[0]).get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-
-
 FIGURES: dict[str, tuple[Callable[[Figure], None], tuple[float, float]]] = {
     "before-training": (before_training, (5.6, 1.8)),
     "features": (features, (7.2, 2.2)),
     "strengths": (strengths, (5.2, 5.6)),
     "batch-size": (batch_size, (6.4, 3.6)),
     "privacy": (privacy, (6.4, 3.8)),
+    "federated": (federated, (6.4, 3.4)),
+    "conversion": (conversion, (8.0, 2.4)),
     "course": (course, (4.4, 2.6)),
     "proxy": (proxy, (4.4, 3.0)),
     "path": (path, (4.4, 3.0)),

@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and the pages say is run as written; README's figures stand in the
+"""What README and the pages say is run as written; README's figures stand in the
 recorded results.
 """
 
@@ -19,6 +19,7 @@ import timm
 import torch
 from matplotlib.figure import Figure
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import retrofit
 from retrofit.cli import COMMANDS, main
@@ -35,6 +36,7 @@ from figures import IMAGES, number, table  # noqa: E402
 from hospital import ARMS, code  # noqa: E402
 
 AVERAGES = ROOT / "docs" / "reference" / "averages.md"
+OWN_TARGET = ROOT / "docs" / "reference" / "own-target.md"
 DETECTOR = ROOT / "docs" / "appendix" / "detector-export.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = [ROOT / "README.md", *GUIDES, AVERAGES, DETECTOR]
@@ -147,17 +149,23 @@ def test_readme_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         timm, "create_model", lambda name, pretrained, **options: create(name, **options)
     )  # there is no hub here
-    exec(compile("".join(blocks(PAGES[0])), "README.md", "exec"), {"total_steps": 2})
+    private = TensorDataset(torch.randn(4, 3, 64, 64), torch.zeros(4).long())
+    names: dict[str, Any] = {"total_steps": 2, "data_loader": DataLoader(private, 2)}
+    exec(compile("".join(blocks(PAGES[0])), "README.md", "exec"), names)
+    assert type(names["data_loader"]).__name__ == "DPDataLoader"
     assert Path("mine-ln.onnx").is_file()
 
 
-# --- the target of CONTRIBUTING
+# --- the target of the page on targets
 
 
 @pytest.fixture
 def target() -> Iterator[str]:
-    names: dict[str, object] = {"__name__": "mean_only"}
-    exec(blocks(ROOT / "CONTRIBUTING.md")[0], names)
+    names: dict[str, Any] = {"__name__": "mean_only"}
+    layer, its_map = blocks(OWN_TARGET)
+    exec(layer, names)
+    exec(its_map, names)
+    names["MeanOnlyBatchNorm"].channel_map = names["channel_map"]
     yield "mean-only"
     unregister_target("mean-only")
 
@@ -287,7 +295,7 @@ def test_the_figures_of_all_architectures_are_the_recorded_ones() -> None:
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["before-training", "features", "privacy"])
+@pytest.mark.parametrize("name", ["before-training", "features", "privacy", "federated"])
 def test_the_numbers_on_a_picture_are_the_recorded_ones(name: str, theme: str) -> None:
     figure = Figure()
     PICTURES[name][0](figure)
