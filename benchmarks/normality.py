@@ -38,7 +38,7 @@ from harness import (
 )
 from torch import nn
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "normality.md"
+PAGE = Path(__file__).parents[1] / "docs" / "appendix" / "normality-script.md"
 DROPOUT = {f"BatchNorm, dropout {rate}": rate for rate in (0.1, 0.3, 0.5)}
 
 
