@@ -186,6 +186,7 @@ PACK: dict[str, Callable[[Tensor], object]] = {
     "namedtuple": lambda x: x.max(1),
     "object": lambda x: [Result(x)],
     "complex": torch.fft.fft,
+    "truth values": lambda x: x > 0,
 }
 
 

@@ -71,6 +71,9 @@ def recognize_affine_maps(graph: CapturedGraph) -> None:
     for each channel.
     """
     for node in list(graph.graph.nodes):
+        # A constant stays as it is: others may have been computed from it
+        if graph.constant(node) is not None:
+            continue
         norm = _norm_before(node)
         if norm is None:
             recognized = _arithmetic(graph, node)
@@ -122,7 +125,7 @@ def _arithmetic(graph: CapturedGraph, node: Node) -> tuple[Any, AffineMap] | Non
     if node.target in _COMMUTATIVE and graph.constant(x) is not None:
         x, operand = operand, x
     value = graph.constant(operand)
-    if value is None or not isinstance(x, Node) or graph.constant(x) is not None:
+    if value is None or not isinstance(x, Node):
         return None
     dim = _channel_dim_of(value, x, node)
     if dim is None:

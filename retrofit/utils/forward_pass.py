@@ -291,4 +291,7 @@ def copied_for_inference(model: nn.Module) -> nn.Module:
         RetrofitError: If the network cannot be copied.
     """
     computed = {id(value): value.detach().clone() for _, value in _computed_tensors(model)}
-    return copied(model, computed).float().eval().requires_grad_(False)
+    # torch would compute the parameters of a scripted copy from the original's
+    with torch.no_grad():
+        network = copied(model, computed)
+    return network.float().eval().requires_grad_(False)

@@ -72,7 +72,8 @@ def _doubles(tensor: Tensor) -> Tensor:
 
 def scale_of(tensor: Tensor) -> float:
     """Return the largest absolute value that is finite; 0 if none is."""
-    finite = tensor[tensor.isfinite()]
+    values = _doubles(tensor)
+    finite = values[values.isfinite()]
     if finite.numel():
         return float(finite.abs().max())
     return 0.0

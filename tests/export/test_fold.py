@@ -312,6 +312,25 @@ def test_layers_that_serve_several_places() -> None:
     assert forms["batch norm.1"] == "folded"  # into either convolution
 
 
+class ComputedKernel(nn.Module):
+    """A convolution whose kernel another convolution and its norm compute from a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(8, 8, 3, 3))
+        self.mix = nn.Conv2d(8, 8, 1)
+        self.norm = trained()
+        self.last = trained()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = self.norm(self.mix(self.base))
+        return self.last(nn.functional.conv2d(x, kernel))
+
+
+def test_a_kernel_that_a_norm_computes_from_constants() -> None:
+    check({"computed": ComputedKernel()}, (8, 9, 9))
+
+
 def test_a_batch_norm_that_nothing_before_it_takes_merges_with_a_scale_behind_it() -> None:
     scaled = ChannelAffine(torch.randn(8), torch.zeros(8))
     assert check({"first": nn.Sequential(trained(), scaled, nn.ReLU(), point())}, (8, 9, 9)) == {

@@ -23,6 +23,7 @@ from retrofit.errors import RetrofitError
 from retrofit.graph.norm_sites import find_sites
 from retrofit.utils.forward_pass import (
     copied,
+    copied_for_inference,
     device_of,
     evaluating,
     hooked,
@@ -80,6 +81,15 @@ def test_weights_that_pruning_computed_are_not_copied() -> None:
     assert len(str(caught.value)) < 400
     prune.remove(model[0], "weight")
     assert torch.equal(copied(model)[0].weight, model[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The .grad attribute:UserWarning")
+def test_a_scripted_part_is_copied_for_inference() -> None:
+    scripted = torch.jit.script(nn.Linear(3, 2))
+    model = copied_for_inference(nn.Sequential(scripted))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    x = torch.randn(4, 3)
+    assert torch.equal(model(x), scripted(x))
 
 
 class _Expanded(nn.Conv2d):
