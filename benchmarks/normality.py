@@ -1,4 +1,4 @@
-r"""The guide on normality layers as written, with more seeds: digits, until the network fits them.
+r"""The script of appendix/normality-script.md with more seeds: digits, until the network fits them.
 
     python benchmarks/normality.py
     python benchmarks/normality.py --table
