@@ -39,7 +39,7 @@ def at_other_sizes(request: Request, program: Program, tolerance: float) -> Refe
     Raises:
         RetrofitError: If it takes none of the sizes that are tried.
     """
-    example = request.unseen[0].resized(1)
+    example = request.unseen[0].resized(request.batch or 1)
     dims = range(2, max(tensor.ndim for tensor in example.tensors))
     calls = [example.stretched(dims, partial(operator.add, step)) for step in (1, 32)]
     # What divides a size divides its double
