@@ -4,6 +4,7 @@ gradients.
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from opacus.grad_sample.utils import wrap_model
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 from timm.layers import BatchNormAct2d, EvoNorm2dB0, LayerNorm2d
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import retrofit
@@ -342,3 +343,34 @@ def test_a_frozen_evonorm_of_batches_is_refused() -> None:
         wrap_model(model, "hooks")
     model.get_submodule("1").eval()
     assert not ModuleValidator.validate(model)
+
+
+def doubled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def with_hook() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    norm.register_forward_hook(doubled)
+    return norm
+
+
+UNFIXABLE = {
+    "a hook": (with_hook, {}, "has hooks, or a forward of its own"),
+    "another target's groups": (nn.BatchNorm2d, {"to": "ln", "num_groups": 2}, "drop one of them"),
+    "convert's name for groups": (nn.BatchNorm2d, {"to": "gn", "groups": 2}, "pass `num_groups`"),
+    "nothing to keep": (
+        partial(nn.BatchNorm2d, track_running_stats=False),
+        {"to": "frozen"},
+        "leave `to` out",
+    ),
+    "single values": (nn.BatchNorm1d, {"to": "gn"}, "pass a smaller `num_groups`, or `to='ln'`"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIXABLE)
+def test_what_the_fixer_would_not_keep_is_refused(case: str) -> None:
+    make, options, message = UNFIXABLE[case]
+    norm = make() if case == "a hook" else make(4)
+    with pytest.raises(retrofit.RetrofitError, match=message):
+        ModuleValidator.fix(nn.Sequential(norm), **options)
