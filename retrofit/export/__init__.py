@@ -2,7 +2,7 @@
 against PyTorch.
 """
 
-import lazy_loader
+from retrofit.utils.extras import lazy_names
 
 # Folding needs no package of ONNX.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

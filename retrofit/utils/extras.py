@@ -1,5 +1,10 @@
 """The optional dependencies: which extra of the package brings what is missing."""
 
+from collections.abc import Callable
+from typing import Any
+
+import lazy_loader
+
 from retrofit.errors import RetrofitError
 
 # The module that an import names, and the extra that installs it.
@@ -35,3 +40,22 @@ def named_extra(error: Exception) -> Exception:
     return MissingExtraError(
         f"{module} is not installed; pip install 'retrofit-norm[{EXTRAS[module]}]'"
     )
+
+
+def lazy_names(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package that imports its public names,
+    those of the stub beside `file`, when they are first used.
+
+    Its `__getattr__` raises a `MissingExtraError` if a package is missing that an extra brings.
+    """
+    attribute, names, public = lazy_loader.attach_stub(package, file)
+
+    def named(name: str) -> Any:
+        try:
+            return attribute(name)
+        except ModuleNotFoundError as error:
+            raise named_extra(error) from None
+
+    return named, names, public

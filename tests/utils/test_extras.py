@@ -48,8 +48,9 @@ def test_a_command_names_the_extra_that_it_needs(words: list[str], extra: str) -
     assert "Traceback" not in done.stderr
 
 
-def test_a_python_name_says_the_same() -> None:
-    done = python("import retrofit; retrofit.export_onnx(None, 'a.onnx')")
+@pytest.mark.parametrize("package", ["retrofit", "retrofit.export"])
+def test_a_python_name_says_the_same(package: str) -> None:
+    done = python(f"import {package}; {package}.export_onnx(None, 'a.onnx')")
     assert "retrofit-norm[export]" in done.stderr.splitlines()[-1]
 
 
