@@ -16,7 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each room may import those before it.
 ROOMS = [
     {"errors"}, {"utils"}, {"registry"}, {"builtin_targets"}, {"conversion_options"}, {"record"},
-    {"inputs"}, {"compare"}, {"layers"}, {"graph"}, {"surgery"}, {"running_statistics"},
+    {"comparison"}, {"inputs"}, {"compare"}, {"layers"}, {"graph"}, {"surgery"}, {"running_statistics"},
     {"networks"}, {"attack", "images"}, {"evaluation"},
     {"baking", "bench", "diagnose", "export", "finetune"}, {"callbacks", "opacus", "cli"},
 ]  # fmt: skip
