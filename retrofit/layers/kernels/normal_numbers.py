@@ -23,9 +23,6 @@ DENOMINATOR = (
     *(1.0084270343213575e-06, 0.00016978503845166415, 0.0022797624114900827),
     *(0.032670583575963974, 0.09915989637374878, 1.0),
 )
-# Shifts and multipliers of an integer finaliser with full avalanche ("triple32" of Wellons'
-# hash-prospector)
-_ROUNDS = ((17, 0xED5AD4BB - 2**32), (11, 0xAC4C1B51 - 2**32), (15, 0x31848BAB))
 
 
 def normal(
@@ -59,13 +56,12 @@ def _polynomial(coefficients: Sequence[float], x: Tensor) -> Tensor:
 
 
 def _hash(key: Tensor, seed: Tensor) -> Tensor:
-    """Return random bits for each position."""
-    for place, (shift, multiplier) in enumerate(_ROUNDS):
-        key = _mix(key, shift)
-        if place == 1:
-            key = key + seed[1]
-        key = key * multiplier
-    return _mix(key, 14)
+    """Return random bits for each position: an integer finaliser with full avalanche, "triple32" of
+    Wellons' hash-prospector.
+    """
+    key = _mix(key, 17) * (0xED5AD4BB - 2**32)
+    key = (_mix(key, 11) + seed[1]) * (0xAC4C1B51 - 2**32)
+    return _mix(_mix(key, 15) * 0x31848BAB, 14)
 
 
 def _mix(key: Tensor, shift: int) -> Tensor:

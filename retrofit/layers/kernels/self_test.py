@@ -164,35 +164,29 @@ def _layers(channels: int) -> dict[str, nn.Module]:
         restore = isinstance(activation, nn.ReLU)
         norm = FrozenBatchNorm(channels)
         proxy = ProxyNorm(activation, channels, norm=norm, restore=restore)
+        # With it, gamma and beta are parameters of the layer
+        proxy.add_module("source", norm)
         layers[f"proxy of {activation}"] = proxy
     return layers
 
 
-def _parts(layer: nn.Module) -> list[nn.Module]:
-    """Return a layer and the norm before it, if it has one."""
-    norm = getattr(layer, "norm", None)
-    return [layer] if norm is None else [layer, norm]
-
-
 def _random(layer: nn.Module, generator: torch.Generator) -> None:
-    """Give a layer, and the norm before it, parameters and statistics that are not the default."""
-    for part in _parts(layer):
-        for name, tensor in (*part.named_parameters(), *part.named_buffers()):
-            if tensor.is_floating_point() and tensor.ndim == 1:
-                value = torch.rand(tensor.shape, generator=generator) * 0.5
-                tensor.data.copy_(value + (0.0 if name.endswith(("bias", "mean")) else 0.75))
+    """Give a layer parameters and statistics that are not the default."""
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if tensor.is_floating_point() and tensor.ndim == 1:
+            value = torch.rand(tensor.shape, generator=generator) * 0.5
+            tensor.data.copy_(value + (0.0 if name.endswith(("bias", "mean")) else 0.75))
 
 
 def _gradients(kernels: ModuleType, layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """Return a layer's output and gradients, by some kernels."""
     from retrofit.layers.kernels import under_test
 
-    parts = [part.to(x.device) for part in _parts(layer)]
-    parameters = [parameter for part in parts for parameter in part.parameters()]
+    layer.to(x.device)
     leaf = x.detach().requires_grad_()
     with under_test(kernels), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
         out = layer(leaf)
-        gradients = torch.autograd.grad(out, [leaf, *parameters], grad.to(out.dtype))
+        gradients = torch.autograd.grad(out, [leaf, *layer.parameters()], grad.to(out.dtype))
     numbered = {f"gradient {number}": gradient for number, gradient in enumerate(gradients)}
     return {"the output": out.detach(), **numbered}
 

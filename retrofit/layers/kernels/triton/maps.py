@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from retrofit.layers.function_transforms import needed
 from retrofit.layers.kernels.channelwise import Activation
@@ -220,14 +221,13 @@ def _differentiably(
     x: Tensor, grad: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradient of x, and those of weight and bias, for a second derivative, by torch's
-    operations.
+    own layer.
     """
-    exact = torch.promote_types(x.dtype, torch.float32)
-    beside = (1, -1, *(1,) * (x.ndim - 2))
-    slope = torch.rsqrt(var.to(exact) + eps).view(beside)
-    h = (x.to(exact) - mean.view(beside)) * slope
-    if weight is not None:
-        slope = slope * weight.view(beside)
-    g = grad.to(exact)
-    dims = [d for d in range(x.ndim) if d != 1]
-    return g * slope, [(g * h).sum(dims), g.sum(dims)]
+
+    def layer(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        return functional.batch_norm(x, mean, var, gamma.to(mean.dtype), beta, eps=eps)
+
+    gamma = torch.ones_like(mean) if weight is None else weight
+    pull_back: Any = torch.func.vjp(layer, x, gamma, torch.zeros_like(mean))[1]
+    grad_x, *affine = pull_back(grad)
+    return grad_x, affine

@@ -144,15 +144,18 @@ def step_kernel(
 
 @triton.jit
 def _add_values(tile, operands, sums, TILE):
-    X, mean, rstd, powers = operands
-    return (sums[0] + psi(load_standard(X, tile, mean, rstd), powers).y,)
+    """Add up what gets noise, or its distance from a centre."""
+    X, mean, rstd, powers, centre = operands
+    value = psi(load_standard(X, tile, mean, rstd), powers).y
+    if centre is not None:
+        value = tl.where(tile.mask, tl.abs(value - centre), 0.0)
+    return (sums[0] + value,)
 
 
 @triton.jit
-def _add_distances(tile, operands, sums, TILE):
-    X, mean, rstd, powers, centre = operands
-    distance = tl.abs(psi(load_standard(X, tile, mean, rstd), powers).y - centre)
-    return (sums[0] + tl.where(tile.mask, distance, 0.0),)
+def _sum_of_values(X, place, mean, rstd, powers, centre, TILE):
+    sums = over(place, _add_values, (X, mean, rstd, powers, centre), (zeros(TILE),), TILE)
+    return totals(sums, TILE)
 
 
 @kernel
@@ -168,15 +171,11 @@ def noise_kernel(
         outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
     )
     mean, rstd, powers, _ = load_transform(Table, place)
-    zero = (zeros(TILE),)
-    if FIELD == CENTRE:
-        scale = 1.0
-        sums = over(place, _add_values, (X, mean, rstd, powers), zero, TILE)
-    else:
+    centre, scale = None, 1.0
+    if FIELD != CENTRE:
+        centre = load_row(Table, CENTRE, place)
         scale = tl.load(Code).to(tl.float32) * noise_unit
-        operands = X, mean, rstd, powers, load_row(Table, CENTRE, place)
-        sums = over(place, _add_distances, operands, zero, TILE)
-    store_parts(Parts, place, totals(sums, TILE))
+    store_parts(Parts, place, _sum_of_values(X, place, mean, rstd, powers, centre, TILE))
     if is_last_program(Table, place):
         total = reduce_parts(Parts, 0, tl.sum, place)
         store_rows(Table, FIELD, place, (total / place.count * scale,))
@@ -205,12 +204,10 @@ def forward_kernel(
     powers = powers_of(step_factor * step)
     noise_scale = 0.0
     if Seed is not None:
-        zero = (zeros(TILE),)
-        sums = over(place, _add_values, (X, mean, rstd, powers), zero, TILE)
-        centre = totals(sums, TILE)[0] / place.count
-        sums = over(place, _add_distances, (X, mean, rstd, powers, centre), zero, TILE)
-        distances = totals(sums, TILE)[0]
-        noise_scale = distances / place.count * (code * noise_unit)
+        values = _sum_of_values(X, place, mean, rstd, powers, None, TILE)
+        centre = values[0] / place.count
+        distances = _sum_of_values(X, place, mean, rstd, powers, centre, TILE)
+        noise_scale = distances[0] / place.count * (code * noise_unit)
         store_rows(Table, NOISE_SCALE, place, (noise_scale,))
     store_result(Out, X, Weight, Bias, Seed, place, mean, rstd, powers, noise_scale, TILE)
 
