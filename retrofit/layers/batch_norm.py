@@ -238,10 +238,7 @@ class RunningNormality(NormalityMixin, RunningStatistics):
         if not followed() and effective_lambda.is_cpu and bool((effective_lambda == 1).all()):
             # torch's own layer, bit for bit
             return functional.batch_norm(x, *of_one_type(x, mean, var, *affine), eps=eps)
-        shape = (1, -1, *(1,) * (x.ndim - 2))
-        statistics = mean.view(shape), var.view(shape), effective_lambda.view(shape)
-        gamma, beta = (None if p is None else p.view(shape) for p in affine)
-        return apply_statistics(x, *statistics, gamma, beta, eps)
+        return apply_statistics(x, mean, var, effective_lambda, *affine, eps)
 
 
 class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):

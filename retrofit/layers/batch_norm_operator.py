@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retrofit.layers import kernels
 from retrofit.layers.kernels.kernel_options import KernelOptions, Strength
-from retrofit.layers.kernels.layout import is_dense, laid_out_as, layout_of
+from retrofit.layers.kernels.layout import channel_layout, dense, laid_out_as
 from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 
@@ -53,23 +53,6 @@ def batch_normality(
     return out, stats.view(4, 1, channels, *(1,) * (x.ndim - 2))
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
-
-
-def _options(
-    x: Tensor,
-    strength: Strength,
-    seed: Tensor | None,
-    eps: float,
-    alpha: float = 1.0,
-    xi: float = 0.0,
-) -> KernelOptions:
-    channels = torch.Size(n if d == 1 else 1 for d, n in enumerate(x.shape))
-    layout = layout_of(x.shape, x.stride(), (0, *range(2, x.ndim)), channels)
-    return KernelOptions(layout, strength, eps, alpha=alpha, xi=xi, seed=seed)
-
-
 # The types as torch.library reads them in its older versions
 @torch.library.custom_op("retrofit::batch_normality", mutates_args=())
 def _forward(
@@ -83,9 +66,9 @@ def _forward(
     alpha: float,
     xi: float,
 ) -> tuple[Tensor, Tensor]:
-    x = _dense(x)
+    x = dense(x)
     out = torch.empty_like(x)
-    options = _options(x, Strength(code, unit), seed, eps, alpha, xi)
+    options = KernelOptions(channel_layout(x), Strength(code, unit), eps, alpha, xi, seed)
     return out, kernels.triton_kernels().forward(out, x, weight, bias, options)
 
 
@@ -103,11 +86,11 @@ def _backward(
     seed: Optional[Tensor],  # noqa: UP045
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    x = _dense(x)
+    x = dense(x)
     grad = laid_out_as(x, grad)
     grad_x = torch.empty_like(x)
     # `table` only fills the place of the strength: the backward pass reads the factors in it.
-    options = _options(x, Strength(table), seed, eps)
+    options = KernelOptions(channel_layout(x), Strength(table), eps, seed=seed)
     sums = kernels.triton_kernels().backward(grad_x, x, grad, weight, table, options)
     return grad_x, sums.reshape(2, -1)
 

@@ -18,10 +18,18 @@ from torch.distributed import ProcessGroup
 from retrofit.layers import batch_norm_operator, kernels
 from retrofit.layers.function_transforms import differentiable_once, transformed
 from retrofit.layers.gaussianization import gaussianize
+from retrofit.layers.inference_forms import channel_view
 from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.eager import DrawNoise, affine, compute_dtype
 from retrofit.layers.kernels.kernel_options import KernelOptions, Running, Strength
-from retrofit.layers.kernels.layout import Layout, is_dense, laid_out_as, layout_of
+from retrofit.layers.kernels.layout import (
+    Layout,
+    channel_layout,
+    dense,
+    is_dense,
+    laid_out_as,
+    layout_of,
+)
 from retrofit.layers.kernels.normal_numbers import normal
 from retrofit.layers.kernels.triton_plan import plan_of
 from retrofit.layers.noise import NoiseKind, perturb
@@ -57,34 +65,25 @@ def apply_statistics(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Standardize by the given mean and biased variance, transform, and apply the affine, in
-    float32 at least. The tensors have as many dimensions as `x` and broadcast to it; the result has
-    its shape and dtype.
+    """Standardize (N, C, *) by the given means and biased variances, transform, and apply the
+    affine, in float32 at least. All are (C,) each; the result has the shape and dtype of `x`.
     """
     dtype = compute_dtype(x)
     mean = mean.to(dtype)
     lmbda = lmbda.to(dtype)
     rstd = torch.rsqrt(var.to(dtype) + eps)
-    tensors = x, mean, rstd, lmbda, weight, bias
-    has_gradient = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    has_gradient = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if (has_gradient and torch.is_grad_enabled()) or not kernels.fits(x):
-        h = (x.to(dtype) - mean) * rstd
-        return affine(yeo_johnson(h, lmbda), weight, bias).to(x.dtype)
+        h = (x.to(dtype) - channel_view(mean, x)) * channel_view(rstd, x)
+        gamma, beta = (None if p is None else channel_view(p, x) for p in (weight, bias))
+        return affine(yeo_johnson(h, channel_view(lmbda, x)), gamma, beta).to(x.dtype)
     gamma = torch.ones_like(rstd) if weight is None else weight.to(dtype)
     beta = torch.zeros_like(rstd) if bias is None else bias.to(dtype)
-    return _by_constants(x, torch.stack([mean, rstd, lmbda - 1, gamma, beta]))
-
-
-def _by_constants(x: Tensor, constants: Tensor) -> Tensor:
-    """Apply `eager.by_constants` by kernels; the constants broadcast to `x`."""
-    if not is_dense(x.shape, x.stride()):
-        x = x.contiguous()
-    shape = constants.shape[1:]
-    dims = tuple(d for d, size in enumerate(shape) if size == 1)
-    layout = layout_of(x.shape, x.stride(), dims, shape)
-    in_memory = constants.permute(0, *(d + 1 for d in layout.order))
+    constants = torch.stack([mean, rstd, lmbda - 1, gamma, beta])
+    x = dense(x)
+    layout = channel_layout(x)
     out = torch.empty_like(x)
-    kernels.choose(out).apply(out, x, layout, in_memory.reshape(5, *layout.affine))
+    kernels.choose(out).apply(out, x, layout, constants.view(5, *layout.affine))
     return out
 
 
@@ -126,8 +125,7 @@ class Normalization(NamedTuple):
 
     def takes_operator(self, x: Tensor) -> bool:
         """Whether a compiler shall see one operator in the place of the formulas."""
-        of_batch = self.sets is batch_sets and self.per_channel and self.group is None
-        return of_batch and batch_norm_operator.takes(x)
+        return self.sets is batch_sets and self.group is None and batch_norm_operator.takes(x)
 
     def seed(self, x: Tensor) -> Tensor | None:
         """Draw the seed of the noise, on the device of `x`."""
@@ -155,7 +153,7 @@ class Normalization(NamedTuple):
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor
     ) -> Statistics:
         """Return what `normalize` found of the sets of `x`."""
-        if kernels.fits(x):
+        if self.group is None and kernels.fits(x):
             x, layout = self.in_memory(x.detach(), bias if weight is None else weight)
             sets = math.prod(layout.kept)
             stats = layout.undo(stats.reshape(-1)[: 4 * sets])
@@ -207,23 +205,21 @@ def normalize(
     if x.numel() == 0 and spec.group is None:
         # Connected to the parameters, whose gradients are then zero
         return spec.scaled(x * 1.0, x, weight, bias), None
-    fits = kernels.fits(x)
+    # Kernels do not wait for other ranks in the middle
+    fits = spec.group is None and kernels.fits(x)
     # Of the kinds of noise, kernels have the scaled one alone
-    has_other_noise = bool(spec.xi) and spec.noise_kind != "scaled"
-    if not fits and not has_other_noise and spec.takes_operator(x):
+    if spec.xi and spec.noise_kind != "scaled":
+        return _with_other_noise(x, weight, bias, strength, spec)
+    if not fits and spec.takes_operator(x):
         seed = spec.seed(x)
         return batch_norm_operator.batch_normality(
             x, weight, bias, seed, strength, eps=spec.eps, alpha=spec.alpha, xi=spec.xi
         )
     if not fits and transformed():
         return _followed(x, weight, bias, strength, spec)
-    if has_other_noise:
-        return _with_other_noise(x, weight, bias, strength, spec)
-    out: tuple[Tensor, Tensor | None]
-    if fits:
-        return _by_kernels(x, weight, bias, strength, spec)
-    out = _ByFormulas.apply(x, weight, bias, strength, spec)
-    return out
+    function = _ByKernels if fits else _ByFormulas
+    result: tuple[Tensor, Tensor | None] = function.apply(x, weight, bias, strength, spec)
+    return result
 
 
 def _with_other_noise(
@@ -237,19 +233,14 @@ def _with_other_noise(
     return spec.scaled(y, x, weight, bias), stats
 
 
-def _by_kernels(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, strength: Strength, spec: Normalization
-) -> tuple[Tensor, Tensor | None]:
-    """Apply algorithm 1 by the kernels that are chosen for `x`."""
-    module: Any = kernels.choose(x, spec.group)
-    x, layout = spec.in_memory(x, bias if weight is None else weight)
+def _kernels_for(x: Tensor, layout: Layout) -> Any:
+    """Return the kernels that are chosen for `x`, if they know sets that lie as these do."""
+    module: Any = kernels.choose(x)
     if module.READS_STRENGTH:
         processors = module.launcher.processors(x.device)
         if plan_of(layout.shape, layout.dims, layout.affine, processors) is None:
-            module = eager
-    out: tuple[Tensor, Tensor | None]
-    out = _ByKernels.apply(x, weight, bias, strength, spec, layout, module)
-    return out
+            return eager
+    return module
 
 
 class _ByKernels(torch.autograd.Function):
@@ -259,15 +250,10 @@ class _ByKernels(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Any,
-        bias: Any,
-        strength: Strength,
-        spec: Normalization,
-        layout: Layout,
-        module: Any,
+        ctx: Any, x: Tensor, weight: Any, bias: Any, strength: Strength, spec: Normalization
     ) -> tuple[Tensor, Tensor | None]:
+        x, layout = spec.in_memory(x, bias if weight is None else weight)
+        module = _kernels_for(x, layout)
         out = torch.empty_like(x)
         seed = spec.seed(x) if spec.xi else None
         running = spec.running
@@ -283,7 +269,6 @@ class _ByKernels(torch.autograd.Function):
             alpha=spec.alpha,
             xi=spec.xi,
             seed=seed,
-            group=spec.group,
             running=running,
         )
         ctx.module = module
@@ -308,7 +293,7 @@ class _ByKernels(torch.autograd.Function):
             to_weight = gradients[0].view(weight.shape).to(weight.dtype)
         if bias is not None:
             to_bias = gradients[1].view(bias.shape).to(bias.dtype)
-        return grad_x, to_weight, to_bias, None, None, None, None
+        return grad_x, to_weight, to_bias, None, None
 
 
 def _followed(
@@ -335,7 +320,9 @@ def _followed(
 
 
 class _ByFormulas(torch.autograd.Function):
-    """What `_ByKernels` does, by the formulas on whole tensors, for a compiler that traces them."""
+    """What `_ByKernels` does, by the formulas on whole tensors: for a compiler that traces them, and
+    for ranks that share sets.
+    """
 
     @staticmethod
     def forward(

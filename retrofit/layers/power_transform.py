@@ -133,18 +133,21 @@ class Reductions:
         if self.group is None:
             return [tensor.mean(self.dims, True) for tensor in tensors]
         sums = torch.stack([tensor.sum(self.dims, True) for tensor in tensors])
-        return list(average(sums, self._count(tensors[0]), self.group))
+        packed = torch.cat([sums, torch.full_like(sums[:1], self._count(tensors[0]))])
+        dist.all_reduce(packed, group=self.group)
+        return list(packed[:-1] / packed[-1])
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if x.numel() or self.group is None:
-            low = x.amin(self.dims, True)
-            high = x.amax(self.dims, True)
+        if self.group is None:
+            return x.amin(self.dims, True), x.amax(self.dims, True)
+        if x.numel():
+            packed = torch.stack([-x.amin(self.dims, True), x.amax(self.dims, True)])
         else:
             # A rank without values has no extremes
             shape = [1 if i in self.dims else size for i, size in enumerate(x.shape)]
-            low = torch.full(shape, torch.inf, device=x.device, dtype=x.dtype)
-            high = -low
-        return (low, high) if self.group is None else widest(low, high, self.group)
+            packed = x.new_full((2, *shape), -torch.inf)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
+        return -packed[0], packed[1]
 
     def size(self, x: Tensor) -> Tensor | int:
         if self.group is None:
@@ -155,22 +158,6 @@ class Reductions:
 
     def _count(self, x: Tensor) -> int:
         return math.prod([x.shape[axis] for axis in self.dims])
-
-
-def average(sums: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    """Means over `group` of quantities of which each rank has the sums, stacked, over its `count`
-    values.
-    """
-    packed = torch.cat([sums, torch.full_like(sums[:1], count)])
-    dist.all_reduce(packed, group=group)
-    return packed[:-1] / packed[-1]
-
-
-def widest(low: Tensor, high: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Smallest and largest values over `group`, of each rank's own."""
-    packed = torch.stack([-low, high])
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
-    return -packed[0], packed[1]
 
 
 class StepGradient(NamedTuple):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from retrofit import layers, set_strength
@@ -220,11 +219,10 @@ def normality_norm(
     eps: float,
     strength: float = 1.0,
     noise: float = 0.0,
-    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Statistics]:
     """Normalize `x`, of any shape, over its dimensions `dim`; gamma and beta broadcast to it."""
     sets = partial(_dimensions, dim)
-    spec = Normalization(sets=sets, per_channel=False, eps=eps, xi=noise, group=group)
+    spec = Normalization(sets=sets, per_channel=False, eps=eps, xi=noise)
     t = torch.as_tensor(strength, dtype=compute_dtype(x), device=x.device)
     out, stats = normalize(x, weight, bias, Strength(t), spec)
     assert stats is not None

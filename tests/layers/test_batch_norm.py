@@ -28,7 +28,6 @@ from retrofit.layers import (
     DecorrelatedBatchNormalNorm2d,
     SyncBatchNormalNorm,
 )
-from retrofit.layers.kernels import VARIABLE
 from tests.layers.cases import statistics
 
 LAYERS = {
@@ -197,25 +196,16 @@ def averages(rank: int, shares: list[int]) -> dict[str, Tensor]:
     return dict(module.named_buffers())
 
 
-# slow: two processes take long to start; by default those of tests/test_running_statistics.py do
-KERNELS = [
-    pytest.param("eager", marks=pytest.mark.slow),
-    pytest.param("cpp", marks=[pytest.mark.compiler, pytest.mark.slow]),
-]
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """Return what each of two processes computed of its share."""
     folder = tmp_path_factory.mktemp("ranks")
-    with pytest.MonkeyPatch.context() as environment:  # of the processes
-        environment.setenv(VARIABLE, request.param)
-        mp.spawn(work, args=(str(folder),), nprocs=2)
+    mp.spawn(work, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+# slow: two processes take long to start; by default those of tests/test_running_statistics.py do
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", SHARES)
 def test_shares_of_a_batch_are_one_batch(
     shares: str, found: list[dict[str, dict[str, Any]]]
@@ -247,6 +237,7 @@ def test_shares_of_a_batch_are_one_batch(
     assert (noise / scale).std().item() == pytest.approx(1.0, abs=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", EMPTY)
 def test_ranks_without_values_keep_the_statistics_of_the_others(
     shares: str, found: list[dict[str, dict[str, Any]]]

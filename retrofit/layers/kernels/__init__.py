@@ -20,7 +20,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from retrofit.layers.function_transforms import followed
 from retrofit.layers.kernels import cpp, eager, self_test
@@ -63,8 +62,8 @@ def fits(x: Tensor) -> bool:
     )
 
 
-def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
-    """Return the kernels for `x`, whose sets the ranks of `group` may share.
+def choose(x: Tensor) -> ModuleType:
+    """Return the kernels for `x`.
 
     A ValueError says that RETROFIT_KERNELS names no kernels, a RuntimeError why those that it names
     cannot run here.
@@ -78,12 +77,11 @@ def choose(x: Tensor, group: ProcessGroup | None = None) -> ModuleType:
         return eager
     if not name:
         # said once of a CPU
-        kernels = _fastest(x.device, x.dtype if x.is_cuda else torch.float32)
-    elif (fault := _fault(name, x.device, x.dtype)) is None:
-        kernels = _module(name)
-    else:
+        return _fastest(x.device, x.dtype if x.is_cuda else torch.float32)
+    fault = _fault(name, x.device, x.dtype)
+    if fault is not None:
         raise RuntimeError(f"{VARIABLE}={name}, but {fault}; unset it or choose eager")
-    return kernels if group is None or kernels is cpp else eager
+    return _module(name)
 
 
 def triton_for(x: Tensor) -> ModuleType | None:

@@ -7,11 +7,7 @@ own content: a machine that has it needs no compiler, and one that is damaged is
 process builds, others that need the same library wait.
 
 It is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose
-sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`. Where
-ranks share the sets, it runs in stages. A stage leaves parts, a row a quantity and a column a set:
-means over the rank's own values. They become means over all ranks, in the order and the dtype in
-which `eager` reduces them: ranks with and without the library may mix, also where a rank has no
-values.
+sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`.
 """
 
 import contextlib
@@ -33,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from retrofit.layers import power_transform
 from retrofit.layers.kernels import eager
@@ -62,12 +57,6 @@ _CONSTANTS = tuple(
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-DWIDTH=16")
 _INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-DWIDTH=8"), "AVX512": _AVX512}
 TYPES = (torch.float32, torch.bfloat16)
-# Stages, as normality.cpp numbers them: all in one call, and that of `forward` that writes
-_ALL = -1
-_LAST = 4
-# Rows of the parts: mean and variance; five means of the Newton step, smallest and largest value;
-# mean of y; its mean absolute deviation
-_STAGES = slice(0, 2), slice(2, 9), slice(9, 10), slice(10, 11)
 # Elements below which waking other threads costs more than it gains.
 _SINGLE_THREADED = 2**14
 
@@ -204,7 +193,7 @@ class _COptions(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_float) for name in ("step_factor", "eps", "noise_factor")),
         *((name, ctypes.c_uint32) for name in ("seed0", "seed1")),
-        *((name, ctypes.c_int) for name in ("has_noise", "threads", "stage", "half")),
+        *((name, ctypes.c_int) for name in ("has_noise", "threads", "half")),
     )
 
 
@@ -217,18 +206,7 @@ def forward(
         return eager.forward(out, x, weight, bias, options)
     c_options = _options(x, options)
     stats = room(FIELDS, geometry.sets)
-    tensors = out, x, floats(weight), floats(bias), stats
-    if options.group is None:
-        call("forward", geometry, c_options, *tensors, None)
-        return stats
-    parts = room(_STAGES[-1].stop, geometry.sets)
-    stages = _STAGES if c_options.has_noise else _STAGES[:2]
-    for stage, rows in enumerate(stages):
-        c_options.stage = stage
-        call("forward", geometry, c_options, *tensors, parts)
-        parts[rows] = _over_ranks(stage, parts[rows], x.numel() // geometry.sets, options.group)
-    c_options.stage = _LAST
-    call("forward", geometry, c_options, *tensors, parts)
+    call("forward", geometry, c_options, out, x, floats(weight), floats(bias), stats)
     return stats
 
 
@@ -246,15 +224,7 @@ def backward(
         return eager.backward(grad_x, x, grad, weight, stats, options)
     c_options = _options(x, options)
     shares = room(c_options.threads, 2, *options.layout.affine).zero_()
-    tensors = grad_x, shares, x, grad, floats(weight), stats
-    parts = None
-    if options.group is not None:
-        parts = room(5, geometry.sets)
-        c_options.stage = 0
-        call("backward", geometry, c_options, *tensors, parts)
-        parts = _average(parts, x.numel() // geometry.sets, options.group)
-        c_options.stage = 1
-    call("backward", geometry, c_options, *tensors, parts)
+    call("backward", geometry, c_options, grad_x, shares, x, grad, floats(weight), stats)
     return shares.sum(0)
 
 
@@ -307,26 +277,6 @@ def room(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _over_ranks(stage: int, own: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    """Return what a stage of `forward` left over all ranks; `own`, (rows, sets), is over `count`
-    values a set.
-    """
-    if stage == 0:
-        (mean,) = _average(own[:1], count, group)
-        apart = own[0] - mean
-        offset, power = _average(torch.stack([apart, own[1] + apart * apart]), count, group)
-        return torch.stack([mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)])
-    if stage == 1:
-        # first, as `eager` does
-        extremes = power_transform.widest(own[5], own[6], group)
-        return torch.stack([*_average(own[:5], count, group), *extremes])
-    return _average(own, count, group)
-
-
-def _average(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
-    return power_transform.average(own * count, count, group)
-
-
 def _geometry(x: Tensor, layout: Layout) -> Geometry | None:
     if x.dtype not in TYPES:
         return None
@@ -338,7 +288,6 @@ def _options(x: Tensor, options: KernelOptions) -> _COptions:
         step_factor=options.step_factor.item(),
         eps=options.eps,
         threads=threads(x),
-        stage=_ALL,
         half=x.dtype == torch.bfloat16,
     )
     if options.seed is not None:

@@ -191,10 +191,10 @@ def forward(
     x = layout.view(x)
     weight = layout.view_affine(weight)
     bias = layout.view_affine(bias)
-    over = Reductions(layout.dims, options.group)
+    over = Reductions(layout.dims)
     t = options.step_factor
     stats = []
-    for block in blocks(x, layout.dims, options.group is not None):
+    for block in blocks(x, layout.dims):
         draw_noise = block.noise_of(x, options)
         affine = block.of(weight), block.of(bias)
         part, kept = normalized(block(x), *affine, t, options.eps, draw_noise, over)
@@ -219,11 +219,11 @@ def backward(
     x = layout.view(x)
     grad = layout.view(grad)
     weight = layout.view_affine(weight)
-    over = Reductions(layout.dims, options.group)
+    over = Reductions(layout.dims)
     t = options.step_factor
     gradients = torch.zeros(2, *layout.affine, dtype=stats.dtype, device=x.device)
     to_weight, to_bias = gradients
-    for block in blocks(x, layout.dims, options.group is not None):
+    for block in blocks(x, layout.dims):
         draw_noise = block.noise_of(x, options)
         kept = torch.stack([block.of(row) for row in stats])
         g = block(grad)
@@ -272,14 +272,14 @@ class _Block(NamedTuple):
         return lambda spread: normal(self(x).shape, seed, x.stride(), first) * (factor * spread)
 
 
-def blocks(x: Tensor, dims: tuple[int, ...], whole: bool = False) -> Iterator[_Block]:
+def blocks(x: Tensor, dims: tuple[int, ...]) -> Iterator[_Block]:
     """Slice evenly along the outermost dimension that separates sets; `dims` are those of a set,
-    counted from 0. One block is the whole tensor if `whole`, on a GPU, which large operations keep
-    busy, and for a compiler.
+    counted from 0. One block is the whole tensor on a GPU, which large operations keep busy, and
+    for a compiler.
     """
     axis = next((d for d in range(x.ndim) if d not in dims), None)
     total = x.shape[axis or 0]
-    whole = whole or axis is None or x.is_cuda or torch.compiler.is_compiling()
+    whole = axis is None or x.is_cuda or torch.compiler.is_compiling()
     count = 1 if whole else min(total, -(-x.numel() // _BLOCK))
     for i in range(count):
         start = total * i // count

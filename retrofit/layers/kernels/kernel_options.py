@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from retrofit.layers.kernels.layout import Layout
 
@@ -47,8 +46,6 @@ class KernelOptions(NamedTuple):
     xi: float = 0.0
     # of the noise, on the device of the tensors; None for no noise
     seed: Tensor | None = None
-    # ranks that share the sets
-    group: ProcessGroup | None = None
     # moved by kernels that read the strength themselves, if they have a momentum
     running: Running | None = None
 

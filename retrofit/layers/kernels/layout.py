@@ -53,6 +53,11 @@ def is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
+def dense(x: Tensor) -> Tensor:
+    """Return a tensor, or a dense copy of one that is not."""
+    return x if is_dense(x.shape, x.stride()) else torch.empty_like(x).copy_(x)
+
+
 def laid_out_as(x: Tensor, grad: Tensor) -> Tensor:
     """Return a gradient that lies in memory as `x` does."""
     return grad if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
@@ -80,6 +85,12 @@ def layout_of(
         affine=tuple(each.of_parameters for each in merged),
         dims=dims,
     )
+
+
+def channel_layout(x: Tensor) -> Layout:
+    """Return the layout of (N, C, *) whose sets and parameters are those of a channel."""
+    channels = torch.Size(n if d == 1 else 1 for d, n in enumerate(x.shape))
+    return layout_of(x.shape, x.stride(), (0, *range(2, x.ndim)), channels)
 
 
 class _Dimension(NamedTuple):

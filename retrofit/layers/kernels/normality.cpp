@@ -20,14 +20,7 @@ struct Geometry {
 };
 
 // Field by field `_COptions` of cpp.py.
-struct Options { float step_factor, eps, noise_factor; uint32_t seed0, seed1; int has_noise, threads, stage, half; };
-
-// Where ranks share the sets, a stage a call, and between them `parts`, a column a set: means over this rank's values
-// going out, over all ranks' coming back (cpp.py).
-enum { ALL = -1 };
-enum { STAGE_VARIANCE, STAGE_MOMENTS, STAGE_CENTRE, STAGE_SPREAD };  // of the forward pass, and a last one that writes
-enum { STAGE_SUMS };  // of the backward pass, likewise
-enum { PART_MEAN, PART_VAR, PART_M1, PART_M2, PART_M3, PART_M45, PART_V, PART_LOW, PART_HIGH, PART_CENTRE, PART_SPREAD };
+struct Options { float step_factor, eps, noise_factor; uint32_t seed0, seed1; int has_noise, threads, half; };
 
 enum { MEAN, VAR, RSTD, STEP, C1, C2, C3, C45, CV, SPREAD, FIELDS };  // rows of `stats`, a column a set
 
@@ -202,9 +195,6 @@ template <bool COLUMNS> struct ForwardWork {
     V about, mean, var, rstd, low = splat(INFINITY), high = splat(-INFINITY), centre, noise_scale{};
     V found[FIELDS]{};
     Sum<COLUMNS> offset, power, m1, m2, m3, m45, v, total, deviation;
-    template <class F> void moments(F f) {
-        f(PART_M1, m1), f(PART_M2, m2), f(PART_M3, m3), f(PART_M45, m45), f(PART_V, v);
-    }
 };
 
 // The forward pass over a panel, in the steps of `eager.normalized`. They are inlined, so that what they share stays in
@@ -221,29 +211,24 @@ template <class T, bool COLUMNS> struct Forward {
     T* const out;
     const T* const x;
     const float *const weight, *const bias;
-    float *const stats, *const parts;
+    float* const stats;
     const Options& o;
     Scratch& scratch;
     // The logarithms are kept for the transform: where a set is small aside, where it is large in `out`.
-    const bool logs = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM;
-    const bool logs_out = o.stage == ALL && KEEP && !COLUMNS && !logs;
+    const bool logs = One::room(panel.g) <= Scratch::ROOM;
+    const bool logs_out = KEEP && !COLUMNS && !logs;
     float* place = scratch.first;
     Work work[Panel<COLUMNS>::MOST];
 
     STEP_OF_PASS run() {
-        if (now(STAGE_VARIANCE)) standardize();
-        else load_standardization();
-        if (o.stage == STAGE_VARIANCE) return;
-        if (now(STAGE_MOMENTS)) add_moments();
+        standardize();
+        add_moments();
         finish_moments();
-        if (o.stage == STAGE_MOMENTS) return;
         if (o.has_noise) {
-            if (now(STAGE_CENTRE)) add_values();
+            add_values();
             finish_centre();
-            if (o.stage == STAGE_CENTRE) return;
-            if (now(STAGE_SPREAD)) add_distances();
+            add_distances();
             finish_spread();
-            if (o.stage == STAGE_SPREAD) return;
         }
         write_result();
         each([&](const One& s, Work& w) {
@@ -253,7 +238,6 @@ template <class T, bool COLUMNS> struct Forward {
 
     template <class F> STEP_OF_PASS each(F f) { panel.each(work, f); }
     template <class F> STEP_OF_PASS sweep(F f) { panel.sweep(work, f); }
-    bool now(int stage) const { return o.stage == ALL || o.stage == stage; }
     void rewind() { place = scratch.first; }
 
     // Mean and variance, about one of the set's own values, or, where that is far out or not finite, about 0 and then about
@@ -274,10 +258,6 @@ template <class T, bool COLUMNS> struct Forward {
                 w.offset = w.power = {};
             });
         }
-        if (o.stage == STAGE_VARIANCE)
-            each([&](const One& s, Work& w) {
-                s.put(parts, PART_MEAN, sets, w.mean), s.put(parts, PART_VAR, sets, w.var);
-            });
     }
     STEP_OF_PASS add_offsets() {
         sweep([&](const One& s, Work& w) {
@@ -306,12 +286,6 @@ template <class T, bool COLUMNS> struct Forward {
         if (!COLUMNS) w.mean = splat(w.mean[0]), w.var = splat(w.var[0]), w.rstd = splat(w.rstd[0]);
         return enough;
     }
-    STEP_OF_PASS load_standardization() {
-        each([&](const One& s, Work& w) {
-            w.mean = s.field(parts, PART_MEAN, sets), w.var = s.field(parts, PART_VAR, sets);
-            for (int i = 0; i < W; i++) w.rstd[i] = float(1 / std::sqrt(double(w.var[i]) + o.eps));
-        });
-    }
 
     STEP_OF_PASS add_moments() {
         sweep([&](const One& s, Work& w) {
@@ -337,14 +311,6 @@ template <class T, bool COLUMNS> struct Forward {
             auto most = [](float a, float b) { return a > b ? a : b; };
             if (!COLUMNS) w.low[0] = folded(w.low, least), w.high[0] = folded(w.high, most);
             s.meet(w.low, least), s.meet(w.high, most);
-            if (o.stage == STAGE_MOMENTS) {
-                w.moments([&](int row, auto& sum) { s.put(parts, row, sets, sum.value()); });
-                return s.put(parts, PART_LOW, sets, w.low), s.put(parts, PART_HIGH, sets, w.high);
-            }
-            if (o.stage > STAGE_MOMENTS) {
-                w.moments([&](int row, auto& sum) { sum = Sum<COLUMNS>(s.field(parts, row, sets)); });
-                w.low = s.field(parts, PART_LOW, sets), w.high = s.field(parts, PART_HIGH, sets);
-            }
             find_step(w);
         });
     }
@@ -391,8 +357,7 @@ template <class T, bool COLUMNS> struct Forward {
     STEP_OF_PASS finish_centre() {
         each([&](const One& s, Work& w) {
             s.finish(w.total);
-            if (o.stage == STAGE_CENTRE) s.put(parts, PART_CENTRE, sets, w.total.value());
-            else w.centre = o.stage > STAGE_CENTRE ? s.field(parts, PART_CENTRE, sets) : w.total.value();
+            w.centre = w.total.value();
         });
     }
     STEP_OF_PASS add_distances() {
@@ -410,8 +375,7 @@ template <class T, bool COLUMNS> struct Forward {
     STEP_OF_PASS finish_spread() {
         each([&](const One& s, Work& w) {
             s.finish(w.deviation);
-            if (o.stage == STAGE_SPREAD) return s.put(parts, PART_SPREAD, sets, w.deviation.value());
-            w.found[SPREAD] = o.stage > STAGE_SPREAD ? s.field(parts, PART_SPREAD, sets) : w.deviation.value();
+            w.found[SPREAD] = w.deviation.value();
             w.noise_scale = o.noise_factor * w.found[SPREAD];
         });
     }
@@ -448,7 +412,6 @@ constexpr float SERIES[] = {1 / 5760.f, 1 / 840.f, 1 / 144.f, 1 / 30.f, 1 / 8.f,
 template <bool COLUMNS> struct BackwardWork {
     Sum<COLUMNS> to_lmbda, d0, dh, s0, sh, w, b;
     V pull, centre, slope;
-    template <class F> void means(F f) { f(0, to_lmbda), f(1, d0), f(2, dh), f(3, s0), f(4, sh); }
 };
 
 // What the forward kept of a set.
@@ -481,19 +444,17 @@ template <class T, bool COLUMNS> struct Backward {
     float *const grad_weight, *const grad_bias;
     const T *const x, *const grad;
     const float *const weight, *const stats;
-    float* const parts;
     const Options& o;
     Scratch& scratch;
     // Whether a set is so small that its pulls are kept aside.
-    const bool pulls = o.stage == ALL && One::room(panel.g) <= Scratch::ROOM;
+    const bool pulls = One::room(panel.g) <= Scratch::ROOM;
     float *shifts = scratch.first, *directs = scratch.second;
     V gamma = splat(1);
     Work work[Panel<COLUMNS>::MOST];
 
     STEP_OF_PASS run() {
-        if (o.stage == ALL || o.stage == STAGE_SUMS) add_pulls();
+        add_pulls();
         finish_sums();
-        if (o.stage == STAGE_SUMS) return;
         shifts = scratch.first, directs = scratch.second;
         panel.sweep(work, [&](const One& s, const Work& sum) {
             const Kept<COLUMNS> kept(s, stats, sets, o);
@@ -551,10 +512,8 @@ template <class T, bool COLUMNS> struct Backward {
     }
     STEP_OF_PASS finish_sums() {
         panel.each(work, [&](const One& s, Work& sum) {
-            if (!s.by_lane() && !s.g.runs.affine && o.stage <= STAGE_SUMS) add_to_affine(s, sum);
+            if (!s.by_lane() && !s.g.runs.affine) add_to_affine(s, sum);
             s.finish(sum.to_lmbda, sum.d0, sum.dh, sum.s0, sum.sh);
-            if (o.stage == STAGE_SUMS) return sum.means([&](int row, auto& mean) { s.put(parts, row, sets, mean.value()); });
-            if (o.stage > STAGE_SUMS) sum.means([&](int row, auto& mean) { mean = Sum<COLUMNS>(s.field(parts, row, sets)); });
             sum.pull = o.step_factor * sum.to_lmbda.value();
             sum.centre = sum.d0.value() + sum.pull * sum.s0.value(), sum.slope = sum.dh.value() + sum.pull * sum.sh.value();
         });
@@ -629,26 +588,26 @@ extern "C" {
 int width() { return W; }
 
 void forward(const Geometry* g, const Options* o, void* out, const void* x, const float* weight, const float* bias,
-             float* stats, float* parts) {
+             float* stats) {
     dispatch(o->half, g->columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_panel<column.value>(*g, o->threads, [&](auto panel, int, Scratch& scratch) {
             int64_t sets = sets_of(*g, column.value);
-            Forward<T, column.value>{panel, sets, (T*)out, (const T*)x, weight, bias, stats, parts, *o, scratch}.run();
+            Forward<T, column.value>{panel, sets, (T*)out, (const T*)x, weight, bias, stats, *o, scratch}.run();
         });
     });
 }
 
 // `shares` holds, a thread, the gradients of weight and bias of the sets it worked on: zero at first.
 void backward(const Geometry* g, const Options* o, void* grad_x, float* shares, const void* x, const void* grad,
-              const float* weight, const float* stats, float* parts) {
+              const float* weight, const float* stats) {
     dispatch(o->half, g->columns, [&](auto type, auto column) {
         typedef decltype(type) T;
         each_panel<column.value>(*g, o->threads, [&](auto panel, int thread, Scratch& scratch) {
             float* share = shares + thread * 2 * g->affine_size;
             int64_t sets = sets_of(*g, column.value);
             Backward<T, column.value>{panel, sets, (T*)grad_x, share, share + g->affine_size, (const T*)x, (const T*)grad,
-                                      weight, stats, parts, *o, scratch}.run();
+                                      weight, stats, *o, scratch}.run();
         });
     });
 }

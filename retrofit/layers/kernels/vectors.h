@@ -146,8 +146,6 @@ inline double total_of(V v) { return total_of(widened(v, 0) + widened(v, HALF));
 template <bool COLUMNS> struct Sum {
     V part{};
     D low{}, high{};
-    Sum() = default;
-    explicit Sum(V mean) : low(widened(mean, 0)), high(widened(mean, HALF)) {}
     void add(V v) { part += v; }
     void flush() { low += widened(part, 0), high += widened(part, HALF), part = V{}; }
     void finish(double scale) {
