@@ -115,8 +115,8 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         """Return (scale, shift), each (C,) in float64, of x' = x * scale + shift: standardization
         and gain.
         """
-        scale = torch.rsqrt(self.running_var.double() + self.eps) * self.gain.double()
-        return scale, -self.running_mean.double() * scale
+        statistics = self.running_mean, self.running_var, self.eps
+        return ChannelMap.of(*statistics, self.gain, None).affine()
 
     def channel_map(self) -> ChannelMap | None:
         if float(self.strength) != 0:

@@ -36,6 +36,8 @@ MIN_CURVATURE = 0.1
 LOG_STRETCH = 4.0
 # stands for zero where it is divided by
 TINY = 1e-30
+# stands for p = 0: expm1(p * l) / p is then l, to the bit
+_NEAR_ZERO = 1e-20
 _SERIES_RADIUS = 0.5
 # Of expm1(u) / u and of its derivative, the highest power first. What is left out is below
 # 0.5**12 / (12! * 14) < 1e-13 of the leading 1/2: exact in float32, and near so in float64.
@@ -58,6 +60,21 @@ def yeo_johnson(h: Tensor, lmbda: Tensor) -> Tensor:
         return s * log * _relative_growth(p * log)
     out: Tensor = _YeoJohnson.apply(h, lmbda)
     return out
+
+
+def transform(h: Tensor, log: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is
+    log(1 + |h|).
+    """
+    up = 1 + change
+    down = 1 - change
+    up = torch.where(up == 0, _NEAR_ZERO, up)
+    down = torch.where(down == 0, _NEAR_ZERO, down)
+    below = h < 0
+    u = log * torch.where(below, down, up)
+    growth = torch.expm1(u)
+    by_power = torch.where(below, -1 / down, 1 / up)
+    return growth * by_power, u, growth
 
 
 def _power_and_log(h: Tensor, lmbda: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,8 +118,7 @@ class _YeoJohnson(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, lmbda: Tensor) -> Tensor:
         ctx.save_for_backward(h, lmbda)
-        s, p, log = _power_and_log(h, lmbda)
-        return s * torch.where(p == 0, log, torch.expm1(p * log) / torch.where(p == 0, 1.0, p))
+        return transform(h, torch.log1p(h.abs()), lmbda - 1)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

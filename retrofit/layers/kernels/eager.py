@@ -24,13 +24,12 @@ from retrofit.layers.power_transform import (
     first_step,
     lmbda_derivative,
     step_derivative,
+    transform,
 )
 
 _Maybe = TypeVar("_Maybe", Tensor, Tensor | None)
 # Elements: large enough for a call's overhead, small enough for the last-level cache
 _BLOCK = 2**18
-# stands for p = 0: expm1(p * l) / p is then l, to the bit
-_NEAR_ZERO = 1e-20
 
 FIELDS = 10
 """Numbers kept of each set, stacked: mean, variance, 1 / std, lambda's step, the five of its
@@ -157,21 +156,6 @@ def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
     centred = x - mean
     offset, power = over.means([centred, centred * centred])
     return mean + offset.nan_to_num(0.0), (power - offset * offset).clamp_min(0)
-
-
-def transform(h: Tensor, log: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return psi(h; 1 + change), u = p * l and expm1(u), of which psi is s / p times; `log` is
-    log(1 + |h|).
-    """
-    up = 1 + change
-    down = 1 - change
-    up = torch.where(up == 0, _NEAR_ZERO, up)
-    down = torch.where(down == 0, _NEAR_ZERO, down)
-    below = h < 0
-    u = log * torch.where(below, down, up)
-    growth = torch.expm1(u)
-    by_power = torch.where(below, -1 / down, 1 / up)
-    return growth * by_power, u, growth
 
 
 def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

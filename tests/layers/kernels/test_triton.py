@@ -129,7 +129,7 @@ def test_the_launcher_takes_what_kernels_are_given(monkeypatch: pytest.MonkeyPat
         bind = triton.runtime.jit.create_function_from_signature(
             kernel.signature, kernel.params, backend
         )
-        _, kinds, _ = bind(*arguments, plan.tile, num_warps=plan.warps)
+        _, kinds, _ = bind(*arguments, *plan.numbers, plan.tile, num_warps=plan.warps)
         taken.setdefault(kernel.__name__, set()).update(kind for kind, _ in kinds)
 
     monkeypatch.setattr(launcher, "launch", launch)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from retrofit.layers.kernels.triton.sums import reduce_sets
 from retrofit.layers.kernels.triton.tables import load_numbers
-from retrofit.layers.kernels.triton.tiles import zeros
+from retrofit.layers.kernels.triton.tiles import zero_sums
 
 
 @triton.jit
@@ -52,4 +52,4 @@ def store_affine_sums_of_runs(AffineSums, partials, place, first_run, sums, TILE
     P = AffineSums + tl.program_id(0) * place.runs + run
     for k in tl.static_range(2):
         tl.store(P + k * partials, tl.sum(sums[k], 1), mask=run < place.stop)
-    return zeros(TILE), zeros(TILE)
+    return zero_sums(2, TILE)

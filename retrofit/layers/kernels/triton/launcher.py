@@ -50,7 +50,7 @@ def launch_options(plan: LaunchPlan, registers: int | None = None) -> dict[str, 
 
 def launch(kernel: Any, plan: LaunchPlan, *arguments: Any, registers: int | None = None) -> None:
     """Launch a kernel over a tensor's elements; tests replace this."""
-    kernel[plan.grid](*arguments, plan.tile, **launch_options(plan, registers))
+    kernel[plan.grid](*arguments, *plan.numbers, plan.tile, **launch_options(plan, registers))
 
 
 def launch_on(kernel: Any, grid: tuple[int, ...], *arguments: Any) -> None:

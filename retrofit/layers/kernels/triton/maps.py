@@ -24,7 +24,15 @@ from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.activations import IDENTITY, phi
 from retrofit.layers.kernels.triton.affine import affine_of_sets, store_affine_sums
 from retrofit.layers.kernels.triton.tables import load_entries, load_rows
-from retrofit.layers.kernels.triton.tiles import kernel, load, over, place_of, store, zeros
+from retrofit.layers.kernels.triton.tiles import (
+    add,
+    kernel,
+    load,
+    over,
+    place_of,
+    store,
+    zero_sums,
+)
 from retrofit.layers.kernels.triton_plan import PROGRAMS, LaunchPlan, plan_of
 
 
@@ -61,9 +69,9 @@ def _store_map(tile, operands, sums, TILE):
 
 @kernel
 def map_kernel(
-    Out, X, Scale, Shift, Mean, Var, Inner, eps, lower, upper,
+    Out, X, Scale, Shift, Mean, Var, Inner, eps, lower, upper, KIND: tl.constexpr,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
-    KIND: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Store phi * scale + shift; see `load_argument`. Scale and shift are numbers of each set,
     behind an inner map of each channel.
@@ -92,16 +100,14 @@ def store_gradient(tile, operands, sums, TILE):
     if len(factors) == 3:
         g += x * factors[1] + factors[2]
     store(GradX, tile, g)
-    if len(sums) == 2:
-        sums = sums[0] + grad * y, sums[1] + grad
-    return sums
+    return add(sums, (grad * y, grad))
 
 
 @kernel
 def map_backward_kernel(
-    GradX, X, Grad, Scale, Sums, Mean, Var, eps, lower, upper,
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, partials,
-    KIND: tl.constexpr, TILE: tl.constexpr,
+    GradX, X, Grad, Scale, Sums, Mean, Var, partials, eps, lower, upper, KIND: tl.constexpr,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of x, and sums of grad * phi and of grad."""
     place = place_of(
@@ -112,8 +118,7 @@ def map_backward_kernel(
     if len(argument) == 3:
         factor *= argument[1]
     operands = GradX, X, Grad, argument, (KIND, lower, upper), (factor,)
-    zero = zeros(TILE)
-    sums = over(place, store_gradient, operands, (zero, zero), TILE)
+    sums = over(place, store_gradient, operands, zero_sums(2, TILE), TILE)
     store_affine_sums(Sums, partials, place, sums, TILE)
 
 
@@ -162,7 +167,7 @@ def launch_map(
     out = torch.empty_like(x)
     kind, *bounds = activation
     tensors = out, x, scale, shift, *statistics, inner
-    launcher.launch(map_kernel, plan, *tensors, eps, *bounds, *plan.numbers, kind)
+    launcher.launch(map_kernel, plan, *tensors, eps, *bounds, kind)
     return out
 
 
@@ -180,8 +185,8 @@ def launch_map_backward(
     sums = launcher.room(x, 2, *plan.gradients)
     kind, *bounds = activation
     tensors = grad_x, x, laid_out_as(x, grad), scale, sums, *statistics
-    numbers = eps, *bounds, *plan.numbers, sums.numel() // 2
-    launcher.launch(map_backward_kernel, plan, *tensors, *numbers, kind)
+    partials = sums.numel() // 2
+    launcher.launch(map_backward_kernel, plan, *tensors, partials, eps, *bounds, kind)
     return grad_x, sums.sum((1, 2))
 
 

@@ -35,7 +35,7 @@ from retrofit.layers.kernels.triton.sums import (
     totals,
 )
 from retrofit.layers.kernels.triton.tables import Entries, load_entries, load_rows, store_rows
-from retrofit.layers.kernels.triton.tiles import kernel, load, over, place_of, zeros
+from retrofit.layers.kernels.triton.tiles import add, kernel, load, over, place_of, zero_sums
 from retrofit.layers.kernels.triton_plan import LaunchPlan
 
 # An inner map behind which gradients are pulled back: its table, the scale behind it, the activation
@@ -65,17 +65,14 @@ def _add_products(tile, operands, sums, TILE):
     x, grad = load(X, tile), load(Grad, tile)
     y, slope = phi_of(x, argument, activation)
     g = grad * slope
-    products = sums[0] + g, sums[1] + g * (x - mean)
-    if len(sums) == 4:
-        products = products + (sums[2] + grad * y, sums[3] + grad)
-    return products
+    return add(sums, (g, g * (x - mean), grad * y, grad))
 
 
 @kernel
 def products_kernel(
-    Parts, X, Grad, Mean, Inner, Scale, lower, upper,
+    Parts, X, Grad, Mean, Inner, Scale, lower, upper, KIND: tl.constexpr,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
-    KIND: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Store sums of grad and of grad * (x - mean) over a program's share of each set. With an inner
     map, that grad is pulled back as in `combine_kernel`; then follow sums of grad * phi and of
@@ -87,17 +84,16 @@ def products_kernel(
     mean, scale = affine_of_sets(Mean, place, 0.0, TILE), affine_of_sets(Scale, place, 1.0, TILE)
     argument = load_argument(None, None, Inner, place, 0.0)
     operands = X, Grad, mean, argument, (KIND, lower, upper)
-    zero = zeros(TILE)
-    sums = (zero, zero) if Inner is None else (zero, zero, zero, zero)
+    sums = zero_sums(2 if Inner is None else 4, TILE)
     sums = totals(over(place, _add_products, operands, sums, TILE), TILE)
     store_parts(Parts, place, (sums[0] * scale, sums[1] * scale) + sums[2:])
 
 
 @kernel
 def combine_kernel(
-    GradX, X, Grad, Table, Inner, Scale, lower, upper,
+    GradX, X, Grad, Table, Inner, Scale, lower, upper, KIND: tl.constexpr,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
-    KIND: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Store grad * a + x * b + c, by three rows of a table; grad is pulled back through phi and its
     scale where there is an inner map.
@@ -228,7 +224,7 @@ class Migration(NamedTuple):
         plan = self.plan
         rows = 2 if inner is None else 4
         table, scale, (kind, *bounds) = inner or (None, None, IDENTITY)
-        behind = table, scale, *bounds, *plan.numbers, kind
+        behind = table, scale, *bounds, kind
         grad = laid_out_as(x, grad)
         parts = launcher.room(x, rows, plan.splits, plan.sets)
         launcher.launch(products_kernel, plan, parts, x, grad, mean, *behind)
@@ -257,7 +253,7 @@ def migrate(
     if plan is None:
         return None
     parts = launcher.room(x, 2, plan.splits, plan.sets)
-    launcher.launch(moments_kernel, plan, parts, x, *plan.numbers)
+    launcher.launch(moments_kernel, plan, parts, x)
     table = launcher.room(x, 2, plan.sets)
     groups = launcher.room(x, 3, len(x), num_groups)
     weight, bias, *constants = tensors

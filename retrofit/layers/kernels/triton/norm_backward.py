@@ -4,8 +4,6 @@ of x. One kernel does both where a program has its sets to itself.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,13 +29,14 @@ from retrofit.layers.kernels.triton.psi import pulls
 from retrofit.layers.kernels.triton.sums import is_last_program, store_parts, sum_parts, totals
 from retrofit.layers.kernels.triton.tables import load_row, load_rows, store_rows
 from retrofit.layers.kernels.triton.tiles import (
+    add,
     kernel,
     load,
     load_standard,
     over,
     place_of,
     store,
-    zeros,
+    zero_sums,
 )
 
 # The most of a thread, so that two programs of 8 warps fit a processor: where the compiler unrolls
@@ -52,7 +51,6 @@ REGISTERS = 128
 def _add_pulls(tile, operands, sums, TILE):
     """Add up what `eager.pulled_back` takes means of, and the gradients of gamma and beta."""
     _, _, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise_scale, powers = operands
-    to_lmbda, direct, direct_h, of_step, of_step_h, to_weight, to_bias = sums
     grad = load(Grad, tile)
     h = load_standard(X, tile, mean, rstd)
     g = grad * affine_of_elements(Weight, gamma, tile, TILE)
@@ -60,10 +58,7 @@ def _add_pulls(tile, operands, sums, TILE):
     step_slope = tl.where(tile.mask, step_slope, 0.0)
     if Seed is not None:
         y += normal(tile.start + tile.offset, Seed) * noise_scale
-    return (
-        to_lmbda + by_lmbda, direct + slope, direct_h + slope * h, of_step + step_slope,
-        of_step_h + step_slope * h, to_weight + grad * y, to_bias + grad,
-    )  # fmt: skip
+    return add(sums, (by_lmbda, slope, slope * h, step_slope, step_slope * h, grad * y, grad))
 
 
 @triton.jit
@@ -83,8 +78,7 @@ def _gradient_sums(X, Grad, Weight, Table, AffineSums, Seed, place, partials, TI
     mean, rstd, powers, noise_scale = load_transform(Table, place)
     slopes, gamma = load_rows(Table, SLOPES, 4, place), affine_of_sets(Weight, place, 1.0, TILE)
     operands = AffineSums, partials, X, Grad, Weight, Seed, gamma, mean, rstd, slopes, noise_scale
-    zero = zeros(TILE)
-    sums = zero, zero, zero, zero, zero, zero, zero
+    sums = zero_sums(7, TILE)
     sums = over_with_powers(place, _add_pulls, operands, powers, sums, TILE, _store_behind_runs)
     if TILE.along != "runs":
         store_affine_sums(AffineSums, partials, place, sums[5:], TILE)
@@ -108,8 +102,8 @@ def _projection(sums, Table, place, eps):
 
 @kernel
 def gradient_sums_kernel(
-    X, Grad, Weight, Table, Parts, AffineSums, Seed, eps,
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, partials,
+    X, Grad, Weight, Table, Parts, AffineSums, partials, Seed, eps,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Keep the sums that the gradient of x takes in the table. `AffineSums` receives sums of
@@ -162,8 +156,8 @@ def gradient_kernel(
 
 @kernel
 def backward_kernel(
-    GradX, X, Grad, Weight, Table, AffineSums, Seed, eps,
-    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, partials,
+    GradX, X, Grad, Weight, Table, AffineSums, partials, Seed, eps,
+    outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Do all of a set that a program has to itself."""
@@ -186,18 +180,12 @@ def backward(
     """See `eager.backward`; `table` is `forward`'s, and tensors lie in memory as there."""
     plan = launcher.plan_for(x, options.layout)
     affine_sums = launcher.room(x, 2, *plan.gradients)
-    partials = affine_sums.numel() // 2
     tensors = x, grad, weight, table
-    rest = affine_sums, options.seed, options.eps, *plan.numbers, partials
+    rest = affine_sums, affine_sums.numel() // 2, options.seed, options.eps
     if plan.splits == 1:
         launcher.launch(backward_kernel, plan, grad_x, *tensors, *rest, registers=REGISTERS)
     else:
         parts = launcher.room(x, 5, plan.splits, plan.sets)
-        numbers = plan.numbers
         launcher.launch(gradient_sums_kernel, plan, *tensors, parts, *rest, registers=REGISTERS)
-        launcher.launch(gradient_kernel, plan, grad_x, *tensors, *numbers, registers=REGISTERS)
-    sums = affine_sums.sum((1, 2))
-    # Of a parameter that several sets have: all of them
-    if sums.numel() != 2 * math.prod(options.layout.affine):
-        sums = sums.view(2, -1).sum(1)
-    return sums.view(2, *options.layout.affine)
+        launcher.launch(gradient_kernel, plan, grad_x, *tensors, registers=REGISTERS)
+    return affine_sums.sum((1, 2)).view(2, *options.layout.affine)

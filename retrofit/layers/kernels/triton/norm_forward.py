@@ -32,7 +32,14 @@ from retrofit.layers.kernels.triton.sums import (
     totals,
 )
 from retrofit.layers.kernels.triton.tables import load_entries, load_row, load_rows, store_rows
-from retrofit.layers.kernels.triton.tiles import kernel, load_standard, over, place_of, zeros
+from retrofit.layers.kernels.triton.tiles import (
+    add,
+    kernel,
+    load_standard,
+    over,
+    place_of,
+    zero_sums,
+)
 from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 # Mean and variance
@@ -71,14 +78,12 @@ def statistics_kernel(
 @triton.jit
 def _add_step_moments(tile, operands, sums, TILE):
     X, mean, rstd = operands
-    m1, m2, m3, m45 = step_moments(load_standard(X, tile, mean, rstd))
-    return sums[0] + m1, sums[1] + m2, sums[2] + m3, sums[3] + m45
+    return add(sums, step_moments(load_standard(X, tile, mean, rstd)))
 
 
 @triton.jit
 def _step_sums(X, place, mean, rstd, TILE):
-    zero = zeros(TILE)
-    sums = over(place, _add_step_moments, (X, mean, rstd), (zero, zero, zero, zero), TILE)
+    sums = over(place, _add_step_moments, (X, mean, rstd), zero_sums(4, TILE), TILE)
     return totals(sums, TILE)
 
 
@@ -149,20 +154,20 @@ def _add_values(tile, operands, sums, TILE):
     value = psi(load_standard(X, tile, mean, rstd), powers).y
     if centre is not None:
         value = tl.where(tile.mask, tl.abs(value - centre), 0.0)
-    return (sums[0] + value,)
+    return add(sums, (value,))
 
 
 @triton.jit
 def _sum_of_values(X, place, mean, rstd, powers, centre, TILE):
-    sums = over(place, _add_values, (X, mean, rstd, powers, centre), (zeros(TILE),), TILE)
+    sums = over(place, _add_values, (X, mean, rstd, powers, centre), zero_sums(1, TILE), TILE)
     return totals(sums, TILE)
 
 
 @kernel
 def noise_kernel(
-    X, Table, Parts, Code, noise_unit,
+    X, Table, Parts, Code, noise_unit, FIELD: tl.constexpr,
     outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets,
-    FIELD: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Keep the mean of what gets noise in the table, or the mean distance from it, times the noise's
     factor.
@@ -223,7 +228,7 @@ def forward(
     plan = launcher.plan_for(x, options.layout)
     *running, momentum = options.running or (None, None, None, None, 0.0)
     code, unit = options.strength
-    seed, eps, numbers = options.seed, options.eps, plan.numbers
+    seed, eps = options.seed, options.eps
     # What the code is multiplied by
     step_unit = unit * options.alpha
     noise_unit = unit * options.xi
@@ -231,16 +236,14 @@ def forward(
     if plan.splits == 1:
         table = launcher.room(x, size)
         tensors = out, x, weight, bias, table, code, seed, *running
-        launcher.launch(
-            forward_kernel, plan, *tensors, step_unit, noise_unit, eps, momentum, *numbers
-        )
+        launcher.launch(forward_kernel, plan, *tensors, step_unit, noise_unit, eps, momentum)
         return table
     table = torch.zeros(size, dtype=torch.float32, device=x.device)
     shared = x, table, launcher.room(x, 4, plan.splits, plan.sets)
-    launcher.launch(statistics_kernel, plan, *shared, eps, *numbers)
-    launcher.launch(step_kernel, plan, *shared, code, *running, step_unit, momentum, *numbers)
+    launcher.launch(statistics_kernel, plan, *shared, eps)
+    launcher.launch(step_kernel, plan, *shared, code, *running, step_unit, momentum)
     if seed is not None:
-        launcher.launch(noise_kernel, plan, *shared, code, noise_unit, *numbers, CENTRE)
-        launcher.launch(noise_kernel, plan, *shared, code, noise_unit, *numbers, NOISE_SCALE)
-    launcher.launch(result_kernel, plan, out, x, weight, bias, table, seed, *numbers)
+        launcher.launch(noise_kernel, plan, *shared, code, noise_unit, CENTRE)
+        launcher.launch(noise_kernel, plan, *shared, code, noise_unit, NOISE_SCALE)
+    launcher.launch(result_kernel, plan, out, x, weight, bias, table, seed)
     return table

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retrofit.layers.kernels import eager
 from retrofit.layers.kernels.layout import Layout
 from retrofit.layers.kernels.triton import launcher
 from retrofit.layers.kernels.triton.affine import affine_of_elements, affine_of_sets
@@ -15,7 +14,6 @@ from retrofit.layers.kernels.triton.norm_table import load_transform, over_with_
 from retrofit.layers.kernels.triton.psi import powers_of, psi
 from retrofit.layers.kernels.triton.tables import load_rows
 from retrofit.layers.kernels.triton.tiles import kernel, load_standard, over, place_of, store
-from retrofit.layers.kernels.triton_plan import plan_of
 
 
 @triton.jit
@@ -71,8 +69,5 @@ def apply_kernel(
 
 def apply(out: Tensor, x: Tensor, layout: Layout, constants: Tensor) -> None:
     """See `eager.apply`."""
-    plan = plan_of(layout.shape, layout.dims, layout.affine, launcher.processors(x.device))
-    if plan is None:
-        eager.apply(out, x, layout, constants)
-    else:
-        launcher.launch(apply_kernel, plan, out, x, constants, *plan.numbers)
+    plan = launcher.plan_for(x, layout)
+    launcher.launch(apply_kernel, plan, out, x, constants)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from retrofit.layers.kernels.triton.arithmetic import reciprocal
-from retrofit.layers.kernels.triton.tiles import elements_at, load, over, zeros
+from retrofit.layers.kernels.triton.tiles import elements_at, load, over, zero_sums
 from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 # Parts that the last program loads at a time
@@ -84,8 +84,7 @@ def mean_and_squares(X, place, TILE):
     first_tile = load(X, elements_at(place, place.start, 0, TILE))
     # `shift` corrects the roundings of the pivot, and is small itself: no division has to be exact
     pivot = reduce_sets(first_tile, tl.sum, TILE) * reciprocal(size.to(tl.float32))
-    zero = zeros(TILE)
-    sums = over(place, _add_deviations, (X, pivot), (zero, zero, zero, zero), TILE)
+    sums = over(place, _add_deviations, (X, pivot), zero_sums(4, TILE), TILE)
     total, squares, low, high = sums
     count = (runs * place.width).to(tl.float32)
     shift = reduce_sets(total, tl.sum, TILE) * reciprocal(count)

@@ -125,6 +125,24 @@ def zeros(TILE):
 
 
 @triton.jit
+def zero_sums(COUNT, TILE):
+    """Return as many tiles of zeros."""
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (zeros(TILE),)
+    return sums
+
+
+@triton.jit
+def add(sums, values):
+    """Add values to sums, as many as there are sums."""
+    added = ()
+    for k in tl.static_range(len(sums)):
+        added = added + (sums[k] + values[k],)
+    return added
+
+
+@triton.jit
 def load(P, tile):
     """Load a tile, 0 beyond the end of its sets."""
     return tl.load(P + tile.start + tile.offset, mask=tile.mask, other=0.0).to(tl.float32)
