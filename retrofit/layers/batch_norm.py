@@ -112,8 +112,7 @@ class BatchStatisticsMixin(StrengthMixin, _BatchNorm):
         return super().named_children()
 
     def _check_input_dim(self, x: Tensor) -> None:
-        source = getattr(nn, self.source_name, None) or library_class(self.source_name)
-        source._check_input_dim(self, x)
+        library_class(self.source_name)._check_input_dim(self, x)
 
 
 class RunningStatistics(StrengthMixin, _NormBase):

@@ -171,11 +171,12 @@ def no_plain_layer(reason: str) -> RetrofitError:
 
 def library_class(name: str) -> Any:
     """Return torch's layer class of a name, or timm's, which takes long to import."""
-    if hasattr(nn, name):
-        return getattr(nn, name)
-    import timm.layers
+    cls = getattr(nn, name, None)
+    if cls is None:
+        import timm.layers
 
-    return getattr(timm.layers, name)
+        cls = getattr(timm.layers, name)
+    return cls
 
 
 def reset_affine(layer: Any) -> None:

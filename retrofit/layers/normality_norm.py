@@ -202,11 +202,11 @@ def normalize(
     Raises:
         RuntimeError: If synchronized statistics meet a transform of torch.func.
     """
-    if x.numel() == 0 and spec.group is None:
-        # Connected to the parameters, whose gradients are then zero
-        return spec.scaled(x * 1.0, x, weight, bias), None
     # Kernels do not wait for other ranks in the middle
     fits = spec.group is None and kernels.fits(x)
+    if not fits and spec.group is None and x.numel() == 0:
+        # Connected to the parameters, whose gradients are then zero
+        return spec.scaled(x * 1.0, x, weight, bias), None
     # Of the kinds of noise, kernels have the scaled one alone
     if spec.xi and spec.noise_kind != "scaled":
         return _with_other_noise(x, weight, bias, strength, spec)

@@ -25,17 +25,13 @@ Activation = tuple[int, float, float]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLAMP, _LEAKY, _HARDSWISH, _SILU, _GELU = range(5)
-_FIXED: tuple[tuple[Any, Activation], ...] = (
-    (nn.ReLU, (_CLAMP, 0.0, inf)),
-    (functional.relu, (_CLAMP, 0.0, inf)),
-    (torch.relu, (_CLAMP, 0.0, inf)),
-    (functional.relu6, (_CLAMP, 0.0, 6.0)),
-    (nn.Hardswish, (_HARDSWISH, 0.0, 0.0)),
-    (functional.hardswish, (_HARDSWISH, 0.0, 0.0)),
-    (nn.SiLU, (_SILU, 0.0, 0.0)),
-    (functional.silu, (_SILU, 0.0, 0.0)),
-    (functional.gelu, (_GELU, 0.0, 0.0)),
-)
+_FIXED: dict[Any, Activation] = {
+    **dict.fromkeys((nn.ReLU, functional.relu, torch.relu), (_CLAMP, 0.0, inf)),
+    functional.relu6: (_CLAMP, 0.0, 6.0),
+    **dict.fromkeys((nn.Hardswish, functional.hardswish), (_HARDSWISH, 0.0, 0.0)),
+    **dict.fromkeys((nn.SiLU, functional.silu), (_SILU, 0.0, 0.0)),
+    functional.gelu: (_GELU, 0.0, 0.0),
+}
 
 
 def known(activation: Any) -> Activation | None:
@@ -55,10 +51,7 @@ def known(activation: Any) -> Activation | None:
         if activation.approximate != "none":
             return None
         return _GELU, 0.0, 0.0
-    for each, numbers in _FIXED:
-        if each is activation or each is kind:
-            return numbers
-    return None
+    return _FIXED.get(activation, _FIXED.get(kind))
 
 
 def is_watched(module: nn.Module) -> bool:

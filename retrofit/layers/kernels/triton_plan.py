@@ -140,8 +140,7 @@ def _columns(geometry: Geometry, along: str, processors: int) -> LaunchPlan:
     strides = outer.stride, 0, runs.stride, lane.size
     sets = outer.size * lane.size // geometry.merge
     numbers = blocks, runs.size, share, 0, sets
-    left = tasks * runs.size if along == "runs" else outer.size * splits * lane.size
-    return _launch(tile, 4, tasks, splits, strides, numbers, left, geometry.affine_size)
+    return _launch(tile, 4, tasks, splits, strides, numbers, geometry.affine_size)
 
 
 def _rows(geometry: Geometry, along: str) -> LaunchPlan:
@@ -157,8 +156,7 @@ def _rows(geometry: Geometry, along: str) -> LaunchPlan:
     strides = rows * lanes, 0, lanes, lanes
     numbers = 1, sets, sets, repeat, sets
     warps = max(1, min(8, rows * cols // 512))
-    left = sets if along == "sets" else tasks * lanes
-    return _launch(tile, warps, tasks, 1, strides, numbers, left, geometry.affine_size)
+    return _launch(tile, warps, tasks, 1, strides, numbers, geometry.affine_size)
 
 
 def _stretches(geometry: Geometry, along: str, processors: int) -> LaunchPlan:
@@ -174,8 +172,7 @@ def _stretches(geometry: Geometry, along: str, processors: int) -> LaunchPlan:
     strides = outer.stride, inner.stride, runs.stride, lanes
     numbers = inner.size, runs.size, share, inner.affine, tasks
     warps = max(4, min(8, rows * cols // 512))
-    left = {"runs": tasks * runs.size, "lanes": tasks * splits * lanes, "sets": tasks * splits}
-    return _launch(tile, warps, tasks, splits, strides, numbers, left[along], geometry.affine_size)
+    return _launch(tile, warps, tasks, splits, strides, numbers, geometry.affine_size)
 
 
 def _launch(
@@ -185,17 +182,17 @@ def _launch(
     splits: int,
     strides: tuple[int, int, int, int],
     numbers: tuple[int, int, int, int, int],
-    left: int,
     affine: int,
 ) -> LaunchPlan:
     """Return the plan by strides of the outer loop, the inner one and the runs, and the lanes; and,
-    in the kernels' order, by the other numbers. Programs leave so many sums for a parameter.
+    in the kernels' order, by the other numbers.
     """
     unit = math.gcd(_VECTOR, *strides)
     outer, inner, run, lanes = (stride // unit for stride in strides)
     ordered = outer, numbers[0], inner, run, lanes, *numbers[1:]
+    sets = numbers[-1]
+    # What the programs of a share leave for a parameter; along the runs, all programs do
+    left = {"runs": tasks * numbers[1], "lanes": tasks * strides[3], "sets": sets * tile.merge}
     shared = 1 if tile.along == "runs" else splits
-    gradients = shared, left // (shared * affine), affine
-    return LaunchPlan(
-        tile._replace(unit=unit), warps, tasks, splits, numbers[-1], ordered, gradients
-    )
+    gradients = shared, left[tile.along] // affine, affine
+    return LaunchPlan(tile._replace(unit=unit), warps, tasks, splits, sets, ordered, gradients)
