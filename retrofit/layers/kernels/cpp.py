@@ -2,9 +2,8 @@
 first needed.
 
 It is read from the cache folder, or built there, or in a temporary folder where that fails, for the
-instruction set that torch reports. Its name holds a hash of what it was made from and one of its
-own content: a machine that has it needs no compiler, and one that is damaged is built again. One
-process builds, others that need the same library wait.
+instruction set that torch reports. Its name holds a hash of what it was made from: a machine that
+has it needs no compiler. One process builds, others that need the same library wait.
 
 It is run by as many threads as torch uses. It takes float32 and bfloat16 tensors on the CPU whose
 sets lie regularly enough; `forward`, `backward` and `apply` hand anything else to `eager`.
@@ -78,19 +77,22 @@ def load() -> ctypes.CDLL:
     except OSError as error:
         fault = error
     with tempfile.TemporaryDirectory(prefix="retrofit-") as private:
-        library = ctypes.CDLL(str(_build(Path(private), name, options)))
+        file = Path(private, f"{name}.so")
+        _build(file, options)
+        library = ctypes.CDLL(str(file))
     _log.warning("the C++ kernels are built anew by each process: %s", fault)
     return library
 
 
 def _cached(name: str, options: tuple[str, ...]) -> Path:
     """Return the library in the cache folder, built there if it is missing."""
-    folder = cache_folder()
-    library = _find(folder, name)
-    if library is not None:
-        return library
-    with locked(folder):
-        return _find(folder, name) or _build(folder, name, options)
+    file = cache_folder() / f"{name}.so"
+    if not file.exists():
+        with locked(file.parent):
+            # Another process may have built it
+            if not file.exists():
+                _build(file, options)
+    return file
 
 
 def cache_folder() -> Path:
@@ -129,29 +131,17 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _find(folder: Path, name: str) -> Path | None:
-    """Return the library called `name` whose content is what its own name says; remove any that is
-    damaged.
-    """
-    for file in folder.glob(f"{name}-*.so"):
-        with contextlib.suppress(OSError):
-            if file.stem == f"{name}-{digest(file.read_bytes())}":
-                return file
-            file.unlink()
-    return None
-
-
-def _build(folder: Path, name: str, options: tuple[str, ...]) -> Path:
-    """Build the library; if it can be loaded it appears in `folder`, whole."""
+def _build(file: Path, options: tuple[str, ...]) -> None:
+    """Build the library; if it can be loaded, `file` appears whole."""
     compiler = _compiler()
     _log.warning("building the C++ kernels, once on this machine; this takes about ten seconds")
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
+    with tempfile.TemporaryDirectory(dir=file.parent) as aside:
         built = Path(aside, "kernels.so")
         _compile(aside, *compiler, *options, *map(str, _SOURCES[:-1]), "-o", str(built))
         built.chmod(0o700)
         # An OSError if that is no library, or none may be loaded from here.
         ctypes.CDLL(str(built))
-        return built.replace(folder / f"{name}-{digest(built.read_bytes())}.so")
+        built.replace(file)
 
 
 def _compiler() -> list[str]:
