@@ -165,12 +165,8 @@ class RunningStatistics(StrengthMixin, _NormBase):
         return 0.0 if self.momentum is None else self.momentum
 
     @torch.no_grad()
-    def _update(self, statistics: Statistics | None, momentum: float | Tensor) -> None:
-        """Move the running statistics, as far as there are any, towards a batch's, of which an
-        empty one has none.
-        """
-        if statistics is None:
-            return
+    def _update(self, statistics: Statistics, momentum: float | Tensor) -> None:
+        """Move the running statistics, as far as there are any, towards a batch's."""
         size = statistics.size
         if isinstance(size, Tensor):
             size = size.to(torch.float32)
@@ -259,8 +255,10 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.size()}"
             )
+        tracks = self.training and self.track_running_stats
         running = None
-        if self.training and self.track_running_stats:
+        # Kernels take no average over all batches
+        if tracks and self.momentum is not None:
             buffers = self._buffers
             running = Running(
                 mean=buffers["running_mean"],
@@ -270,7 +268,7 @@ class _BatchNormalNorm(BatchStatisticsMixin, RunningNormality):
                 momentum=self.momentum,
             )
         out, stats = self._by_own_statistics(x, group, running)
-        if running is not None and stats is not None:
+        if tracks and stats is not None:
             spec = self._normalization(group)
             statistics = spec.statistics(x, self.weight, self.bias, stats)
             self._update(statistics, self._momentum(statistics.size))

@@ -256,10 +256,6 @@ class _ByKernels(torch.autograd.Function):
         module = _kernels_for(x, layout)
         out = torch.empty_like(x)
         seed = spec.seed(x) if spec.xi else None
-        running = spec.running
-        if running is not None and running.momentum is None:
-            # An average over all batches, which the caller takes
-            running = None
         if not module.READS_STRENGTH:
             strength = Strength(strength.value(compute_dtype(x)))
         ctx.options = KernelOptions(
@@ -269,13 +265,13 @@ class _ByKernels(torch.autograd.Function):
             alpha=spec.alpha,
             xi=spec.xi,
             seed=seed,
-            running=running,
+            running=spec.running,
         )
         ctx.module = module
         table = module.forward(out, x, weight, bias, ctx.options)
         # Recomputed with the rest under activation checkpointing
         ctx.save_for_backward(x, weight, bias, table, seed)
-        if module.READS_STRENGTH and running is not None:
+        if module.READS_STRENGTH and spec.running is not None:
             return out, None
         ctx.mark_non_differentiable(table)
         return out, table

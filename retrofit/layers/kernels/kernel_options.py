@@ -29,7 +29,7 @@ class Running(NamedTuple):
     var: Tensor | None
     lmbda: Tensor | None
     tracked: Tensor | None
-    momentum: float | None
+    momentum: float
 
 
 class KernelOptions(NamedTuple):
@@ -46,7 +46,7 @@ class KernelOptions(NamedTuple):
     xi: float = 0.0
     # of the noise, on the device of the tensors; None for no noise
     seed: Tensor | None = None
-    # moved by kernels that read the strength themselves, if they have a momentum
+    # moved by kernels that read the strength themselves
     running: Running | None = None
 
     @property
