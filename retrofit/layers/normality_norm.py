@@ -202,23 +202,25 @@ def normalize(
     Raises:
         RuntimeError: If synchronized statistics meet a transform of torch.func.
     """
-    # Kernels do not wait for other ranks in the middle
-    fits = spec.group is None and kernels.fits(x)
-    if not fits and spec.group is None and x.numel() == 0:
-        # Connected to the parameters, whose gradients are then zero
-        return spec.scaled(x * 1.0, x, weight, bias), None
-    # Of the kinds of noise, kernels have the scaled one alone
+    result: tuple[Tensor, Tensor | None]
+    # Of the kinds of noise, kernels and formulas have the scaled one alone
     if spec.xi and spec.noise_kind != "scaled":
         return _with_other_noise(x, weight, bias, strength, spec)
-    if not fits and spec.takes_operator(x):
+    # Kernels do not wait for other ranks in the middle
+    if spec.group is None and kernels.fits(x):
+        result = _ByKernels.apply(x, weight, bias, strength, spec)
+        return result
+    if spec.group is None and x.numel() == 0:
+        # Connected to the parameters, whose gradients are then zero
+        return spec.scaled(x * 1.0, x, weight, bias), None
+    if spec.takes_operator(x):
         seed = spec.seed(x)
         return batch_norm_operator.batch_normality(
             x, weight, bias, seed, strength, eps=spec.eps, alpha=spec.alpha, xi=spec.xi
         )
-    if not fits and transformed():
+    if transformed():
         return _followed(x, weight, bias, strength, spec)
-    function = _ByKernels if fits else _ByFormulas
-    result: tuple[Tensor, Tensor | None] = function.apply(x, weight, bias, strength, spec)
+    result = _ByFormulas.apply(x, weight, bias, strength, spec)
     return result
 
 
@@ -306,9 +308,7 @@ def _followed(
     var, mean = torch.var_mean(values, dim, correction=0, keepdim=True)
     rstd = torch.rsqrt(var + spec.eps)
     h = (values - mean) * rstd
-    y, lmbda = gaussianize(
-        h, dim, strength=t, xi=spec.xi, noise_kind=spec.noise_kind, alpha=spec.alpha
-    )
+    y, lmbda = gaussianize(h, dim, strength=t, xi=spec.xi, noise_kind="scaled", alpha=spec.alpha)
     gamma, beta = spec.views(x, weight, bias)
     out = affine(y, gamma, beta).to(x.dtype)
     stats = torch.stack([mean, var, rstd, lmbda - 1])

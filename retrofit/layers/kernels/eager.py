@@ -160,10 +160,9 @@ def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
 
 def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return y * weight + bias, either of which may be None, in `y`'s dtype."""
-    if weight is None:
-        return y if bias is None else y + bias.to(y.dtype)
-    scaled = y * weight.to(y.dtype)
-    return scaled if bias is None else scaled + bias.to(y.dtype)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def forward(
