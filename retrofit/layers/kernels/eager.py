@@ -9,7 +9,7 @@ is larger than a block. Nothing here is seen by autograd. Everything is computed
 for float64 input).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -80,7 +80,7 @@ def pulled_back(
     x: Tensor,
     weight: Tensor | None,
     t: Tensor,
-    stats: Tensor,
+    stats: Iterable[Tensor],
     draw_noise: DrawNoise | None,
     over: Reductions,
 ) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def pulled_back(
     multiplied.
     """
     dtype = compute_dtype(x)
-    mean, _, rstd, step, *gradient, spread = stats.unbind()
+    mean, _, rstd, step, *gradient, spread = stats
     h = (x.to(dtype) - mean) * rstd
     g = grad.to(dtype)
     if weight is not None:
@@ -136,16 +136,6 @@ def pulls(
         grad * lmbda_derivative(u, log, growth),
         step_derivative(h, a, log, inverse, gradient),
     )
-
-
-def by_constants(x: Tensor, constants: Tensor) -> Tensor:
-    """Return the affine of the transform of `x` by five numbers a set: mean, 1 / std, lambda - 1,
-    gamma and beta.
-    """
-    mean, rstd, change, gamma, beta = constants.unbind()
-    h = (x.to(constants.dtype) - mean) * rstd
-    y, _, _ = transform(h, torch.log1p(h.abs()), change)
-    return (y * gamma + beta).to(x.dtype)
 
 
 def _mean_and_variance(x: Tensor, over: Reductions) -> tuple[Tensor, Tensor]:
@@ -208,7 +198,7 @@ def backward(
     to_weight, to_bias = gradients
     for block in blocks(x, layout.dims):
         draw_noise = block.noise_of(x, options)
-        kept = torch.stack([block.of(row) for row in stats])
+        kept = map(block.of, stats)
         g = block(grad)
         part, y = pulled_back(g, block(x), block.of(weight), t, kept, draw_noise, over)
         block(grad_x).copy_(part)
@@ -223,13 +213,16 @@ def _add(total: Tensor, share: Tensor) -> None:
 
 
 def apply(out: Tensor, x: Tensor, layout: Layout, constants: Tensor) -> None:
-    """Fill `out` with `by_constants` of five numbers a set, stacked: mean, 1 / std, lambda - 1,
-    gamma and beta.
+    """Fill `out` with the affine of the transform of `x` by five numbers a set, stacked: mean,
+    1 / std, lambda - 1, gamma and beta.
     """
     out = layout.view(out)
     x = layout.view(x)
     for block in blocks(x, ()):
-        block(out).copy_(by_constants(block(x), torch.stack([block.of(c) for c in constants])))
+        mean, rstd, change, gamma, beta = map(block.of, constants)
+        h = (block(x).to(mean.dtype) - mean) * rstd
+        y, _, _ = transform(h, torch.log1p(h.abs()), change)
+        block(out).copy_(y * gamma + beta)
 
 
 class _Block(NamedTuple):

@@ -285,7 +285,7 @@ class MigratedNormOnGPU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, sums = ctx.migration.gradients(x, grads[0], weight)
-        return grad_x, *needed(ctx, 1, sums.unbind()), None
+        return grad_x, *needed(ctx, 1, sums), None
 
 
 def input_of(y: Tensor, *affine: Tensor | None) -> tuple[Tensor, Migration] | None:

@@ -137,14 +137,14 @@ class Proxy(NamedTuple):
 
     def gradients(
         self, sums: Tensor, norm_sums: Tensor | None, table: Tensor, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensor:
         """Return the gradients of the four parameters by `sums`, those of scale and shift; with
         those of gamma and beta by the norm itself, `norm_sums`.
         """
         gradients = launcher.room(table, 4, table.shape[1])
         tensors = gradients, sums, norm_sums, table, *parameters, self.restore_scale
         self._launch(proxy_gradients_kernel, table, tensors, ())
-        return gradients.unbind()
+        return gradients
 
     def _launch(self, kernel: Any, table: Tensor, tensors: Any, numbers: Any) -> None:
         kind, *bounds = self.activation
