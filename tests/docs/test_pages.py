@@ -51,10 +51,12 @@ def folder(tmp_path: Path, real_weights: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("lite0.pth").symlink_to(real_weights)
     write_tar(write_folder(Path("DIR/val"), wrong=0, each=8), Path("photos.tar"))
-    Path("runs/lite0-ln").mkdir(parents=True)
-    source = timm.create_model("test_efficientnet", num_classes=3)
-    model, _ = retrofit.convert(source, "ln", strength=1)
-    retrofit.save(model, "runs/lite0-ln/best.safetensors")
+    for run, target in (("lite0-ln", "ln"), ("lite0", "frozen")):
+        model, _ = retrofit.convert(timm.create_model("test_efficientnet", num_classes=3), target)
+        if target == "ln":
+            retrofit.set_strength(model, 1.0)
+        Path("runs", run).mkdir(parents=True)
+        retrofit.save(model, Path("runs", run, "best.safetensors"))
     torch.save(timm.create_model("resnet18").state_dict(), "resnet18.pth")
     return tmp_path
 
