@@ -25,6 +25,7 @@ from retrofit.finetune.validation import validate
 from retrofit.networks import artifact
 from retrofit.networks.open_model import Network
 from retrofit.running_statistics import local_norms, recentre, update_bn
+from retrofit.utils.forward_pass import training_advice
 from retrofit.utils.text import one_line, shortlist
 
 # Images that show whether the network answers the same to all.
@@ -209,7 +210,8 @@ class Run(PreparedRun):
         seed_generators(self.recipe.seed, rank, position.step, position.images)
         images = images.contiguous(memory_format=self.layout)
         images, targets = self.objective.mix(images, targets)
-        with self.accelerator.accumulate(self.wrapped):
+        fits = training_advice(len(images))
+        with fits, self.accelerator.accumulate(self.wrapped):
             loss = self.objective.loss(self.wrapped(images), images, targets)
             self.gate.add(loss, len(images))
             self.accelerator.backward(loss)

@@ -84,6 +84,26 @@ def memory_advice(batch_size: int, least: int = 0) -> Iterator[None]:
         raise RetrofitError(advice) from error
 
 
+@contextmanager
+def training_advice(batch_size: int) -> Iterator[None]:
+    """Say what to do where a network cannot be trained on batches of so many images.
+
+    Raises:
+        RetrofitError: If they do not fit into the memory, or leave a norm a single value.
+    """
+    try:
+        with memory_advice(batch_size):
+            yield
+    except ValueError as error:
+        # The words of torch's norms, and of ours.
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise RetrofitError(
+            f"a batch of {batch_size:,} leaves a norm a single value per channel, which has no "
+            "variance; raise `batch_size` or `img_size`, or convert to frozen"
+        ) from error
+
+
 def input_of(batch: Any) -> Any:
     """Return what a network takes of a loader's batch: its first entry, or all of it."""
     if isinstance(batch, list | tuple) and batch:

@@ -335,6 +335,25 @@ def test_what_this_run_cannot_do_is_refused(
         train("run", small_network("ln"), **settings)
 
 
+def test_batches_that_cannot_be_trained_on_are_refused(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A BatchNorm behind maps of one position, and a device that is full."""
+    with pytest.raises(RetrofitError, match=r"a batch of 1 leaves a norm .*; raise `batch_size`"):
+        train("single", small_network("bnn", size=4), batch_size=1)
+    network = small_network("ln")
+    forward_head = network.model.forward_head
+
+    def overflow(features: Tensor) -> Tensor:
+        if network.model.fc.training:
+            raise torch.OutOfMemoryError("CUDA")
+        return forward_head(features)
+
+    monkeypatch.setattr(network.model, "forward_head", overflow)
+    with pytest.raises(RetrofitError, match="batches of 4 images do not fit into the memory"):
+        train("full", network)
+
+
 def test_unreadable_images_are_counted_and_listed(train: Train, pictures: Path) -> None:
     for name in ("ant/0.png", "bee/3.png"):
         (pictures / name).write_bytes(b"no picture")
