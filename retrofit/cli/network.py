@@ -60,7 +60,7 @@ def introduce(network: Network) -> None:
     style = "bold"
     if network.weights["kind"] == "random":
         style = "bold yellow"
-    say(weights_sentence(network.weights), style)
+    say(weights_sentence(network.weights, network.artifact), style)
     strength = strength_sentence(network.model)
     if strength is not None:
         say(strength)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -60,7 +61,13 @@ def _parts(value: Any) -> Any:
     return fraction
 
 
-Pair = Annotated[tuple[Positive, Positive], BeforeValidator(_listed)]
+def _ascending(pair: tuple[float, float]) -> tuple[float, float]:
+    if pair[0] > pair[1]:
+        raise PydanticCustomError("order", "two numbers, the smaller first")
+    return pair
+
+
+Range = Annotated[tuple[Positive, Positive], BeforeValidator(_listed), AfterValidator(_ascending)]
 Milestones = Annotated[list[Count], BeforeValidator(_listed)]
 Split = Annotated[str | float, BeforeValidator(_parts)]
 
@@ -170,8 +177,8 @@ class Recipe(BaseModel):
     )
 
     no_aug: bool = _as(False, "Disable all augmentation.")
-    scale: Pair = _as((0.08, 1.0), "Area of random crops.")
-    ratio: Pair = _as((0.75, 4 / 3), "Aspect ratio of random crops.")
+    scale: Range = _as((0.08, 1.0), "Area of random crops.")
+    ratio: Range = _as((0.75, 4 / 3), "Aspect ratio of random crops.")
     train_interpolation: str = _as("random", "Interpolation of random crops.")
     hflip: Fraction = _as(0.5, "Probability of a horizontal flip.")
     color_jitter: NotNegative = _as(0.4, "Strength of color jitter.")

@@ -65,10 +65,17 @@ class Network:
         }
 
 
-def weights_sentence(weights: Mapping[str, Any]) -> str:
-    """Say whose weights a network has, in words that nobody can miss."""
+def weights_sentence(weights: Mapping[str, Any], artifact: str | None = None) -> str:
+    """Say whose weights a network has, in words that nobody can miss.
+
+    Args:
+        weights: What its record says of them.
+        artifact: The file that it was read from, if any, which takes no other weights.
+    """
     origin = printable(weights.get("from"), 200)
     match weights.get("kind"):
+        case "random" if artifact is not None:
+            return "weights: RANDOM (convert a trained network for trained ones)"
         case "random":
             return "weights: RANDOM (pass `pretrained=True` or `checkpoint=FILE` for trained ones)"
         case "pretrained":

@@ -145,8 +145,7 @@ def ensure_writable(path: str | Path, force: bool = False) -> Path:
         RetrofitError: If `path` is a folder or a device, exists, or lies in a folder that is missing
             or read-only.
     """
-    expanded = Path(path).expanduser()
-    target = Path(os.path.realpath(expanded))
+    target = Path(os.path.realpath(path))
     # The name may be too long to be looked up.
     with writing(path):
         exists = target.exists()

@@ -120,6 +120,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         *(
             ({"lr": float("inf")}, "lr should be"),
             ({"scale": "0.5"}, "scale should be two numbers, not ..0.5"),
+            ({"scale": "1,0.1"}, "scale should be two numbers, the smaller first, not .1"),
         ),
         ({"sched": "plateau"}, "sched should be 'cosine', 'tanh', .*, not 'plateau'"),
         (

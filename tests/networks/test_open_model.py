@@ -69,6 +69,8 @@ def test_weights_are_told(weights: dict[str, Any], words: str) -> None:
     said = weights_sentence(weights)
     assert said.startswith(f"weights: {words}")
     assert len(said) < 300
+    # A file takes no other weights.
+    assert "pretrained=True" not in weights_sentence(weights, "a.safetensors")
 
 
 # --- weights from elsewhere

@@ -78,6 +78,9 @@ def test_impossible_places(tmp_path: Path) -> None:
         with refused(message), atomic_write(tmp_path / name, force=True):
             pytest.fail("the body must not run")
     assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
+    # Nothing that reads a file expands it.
+    with refused("does not exist"):
+        ensure_writable("~/a")
 
 
 def test_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
