@@ -141,7 +141,11 @@ def _filled(value: Tensor) -> Tensor:
 
 
 def _some_elements(output: Tensor) -> Tensor:
-    """Return the elements of a layer's output that are compared, in one dimension."""
+    """Return the elements of a layer's output that are compared, in one dimension; none of what
+    lives within torch.vmap alone.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(output):
+        return torch.empty(0)
     flat = output.flatten()
     if len(flat) <= _SAMPLES:
         return flat

@@ -324,3 +324,23 @@ def test_a_detectors_backbone_and_heads_are_compared() -> None:
     ]
     norms[0].running_mean += 1
     assert not check.compare(model).passed
+
+
+class Mapped(nn.Module):
+    """Calls its norm for one sample at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.vmap(self.norm)(x)
+        return y
+
+
+def test_a_norm_within_vmap_is_compared_by_the_outputs() -> None:
+    model = Mapped()
+    check = reference(model, (8,))
+    assert check.compare(model).passed
+    model.norm.eps = 10.0
+    assert not check.compare(model).passed

@@ -167,8 +167,8 @@ def note_on_uncalled(model: nn.Module, converted: Iterable[LayerRow], run: Sourc
         )
     return (
         f"not called when the network was run: {plural(len(sources), 'converted layer')} "
-        f"({shortlist(sorted(sources))}); only training calls such layers, or code that reads "
-        "their tensors, for which nothing changes"
+        f"({shortlist(sorted(sources))}); training or other inputs may call such layers, which is "
+        "not compared here, or code may read their tensors, for which nothing changes"
     )
 
 

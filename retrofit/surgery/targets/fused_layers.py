@@ -108,7 +108,8 @@ class FusedConverter(Converter):
             source = ChannelMap.of(
                 module.running_mean, module.running_var, module.eps, module.weight, module.bias
             )
-            with torch.no_grad():
+            # In this mode alone, the parameters of a network that was built in it may change.
+            with torch.inference_mode():
                 for name, value in self.migrated(new, source, mean, mean_square).items():
                     if getattr(new, name) is not None:
                         getattr(new, name).copy_(value)

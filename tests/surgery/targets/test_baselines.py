@@ -34,6 +34,17 @@ def test_norm_and_activation_become_one(to: str) -> None:
 
 
 @BOTH
+def test_a_network_built_in_inference_mode(to: str) -> None:
+    state = {}
+    for built_in in (torch.inference_mode(), torch.enable_grad()):
+        torch.manual_seed(0)
+        with built_in:
+            model = Shared()
+        state[built_in] = retrofit.convert(model, to)[0].state_dict()
+    torch.testing.assert_close(*state.values())
+
+
+@BOTH
 def test_a_network_that_was_not_trained_gets_timms_own_values(to: str) -> None:
     model, _ = retrofit.convert(Shared(), to)
     for layer in (model.bn1, model.bn3):
