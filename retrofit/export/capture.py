@@ -116,7 +116,9 @@ def capture(
         advice = "some networks need a fixed `batch=1`, or no `dynamic_size`"
         program.not_captured = f"{error}; {advice}"
         return program
-    program.module = refusing_other_calls(exported.module(), call)
+    module = exported.module()
+    _take_any_layout(module)
+    program.module = refusing_other_calls(module, call)
     called = _called_layers(program.module)
     program.layers = {
         name: form for name, form in form_names.items() if name in called or form == _KEPT
@@ -206,6 +208,14 @@ def _freeze_estimates(parts: Sequence[nn.Module], lmbda: float, device: torch.de
     for part in parts:
         if isinstance(part, inference_forms.EstimatedTransform):
             part.freeze(lmbda, device)
+
+
+def _take_any_layout(module: Any) -> None:
+    """Reshape tensors that the captured graph only views: in channels-last images, the same numbers
+    may lie otherwise than in the example.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=ATEN.view.default):
+        node.target = ATEN.reshape.default
 
 
 def _called_layers(module: fx.GraphModule) -> set[str]:

@@ -58,8 +58,9 @@ def check(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     program = folded(model, x)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    channels_last = x.transpose(1, -1).contiguous().transpose(1, -1)
     with torch.no_grad():
-        for batch in (x, x[:1]):
+        for batch in (x, x[:1], channels_last):
             found, expected = program.module(batch), model.double()(batch.double())
             model.float()
             for name, *answers in zip(networks, found, expected, strict=True):
@@ -325,6 +326,10 @@ class ComputedKernel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kernel = self.norm(self.mix(self.base))
         return self.last(nn.functional.conv2d(x, kernel))
+
+
+def test_a_view_of_images_in_another_layout() -> None:
+    check({"flat": nn.Sequential(nn.Conv2d(4, 8, 3), norm(8), nn.Flatten())})
 
 
 def test_a_kernel_that_a_norm_computes_from_constants() -> None:
