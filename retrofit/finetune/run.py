@@ -77,13 +77,18 @@ def finetune(
         else:
             run.restore(state)
         run.init_trackers()
-        stopped = False
-        while not (run.position.finished or stopped):
-            stopped = run.train_epoch(stop)
-            if run.is_epoch_end:
-                run.end_epoch()
-            run.checkpoint()
-        return run.end()
+        with run_state.resumable():
+            return _train(run, stop)
+
+
+def _train(run: "Run", stop: Callable[[], bool]) -> Position:
+    stopped = False
+    while not (run.position.finished or stopped):
+        stopped = run.train_epoch(stop)
+        if run.is_epoch_end:
+            run.end_epoch()
+        run.checkpoint()
+    return run.end()
 
 
 class Run(PreparedRun):

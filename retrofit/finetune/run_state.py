@@ -11,6 +11,7 @@ import torch
 
 from retrofit.errors import RetrofitError
 from retrofit.utils.files import (
+    UnwritableError,
     acquire,
     atomic_write,
     final_name,
@@ -132,12 +133,20 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
             torch.save({"schema": SCHEMA, **state}, temporary)
         # torch's writer reports a full disk as a RuntimeError.
         except RuntimeError as error:
-            advice = "free space"
-            if last.exists():
-                advice += ", then go on with `resume`"
-            raise RetrofitError(
-                f"cannot write the state {last} ({one_line(error)}); {advice}"
-            ) from error
+            raise UnwritableError(f"cannot write the state {last} ({one_line(error)})") from error
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Advise to resume the run once its files can be written.
+
+    Raises:
+        RetrofitError: If the disk is full.
+    """
+    try:
+        yield
+    except UnwritableError as error:
+        raise RetrofitError(f"{error.problem}; free space, then go on with `resume`") from error
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from retrofit.networks.weights_metadata import preprocess_of
 from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.surgery.norm_layers import find_norms
-from retrofit.utils.files import atomic_write, ensure_writable
+from retrofit.utils.files import UnwritableError, atomic_write, ensure_writable
 from retrofit.utils.text import one_line, plural, printable, with_class
 
 # What a repository of the hub holds.
@@ -182,9 +182,7 @@ def save(
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
             why = one_line(error)
-            raise RetrofitError(
-                f"cannot write {path} ({why}); free space or choose another place"
-            ) from error
+            raise UnwritableError(f"cannot write {path} ({why})") from error
 
 
 def _versions() -> dict[str, str]:

@@ -39,6 +39,14 @@ _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _locks: dict[Path, int] = {}
 
 
+class UnwritableError(RetrofitError):
+    """A place that cannot be written to; `problem` says which, and why."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; free space or choose another place")
+        self.problem = problem
+
+
 def open_file(
     path: str | Path,
     noun: str = "file",
@@ -332,7 +340,7 @@ def writing(path: str | Path) -> Iterator[None]:
     """Turn errors of writing `path` into RetrofitError.
 
     Raises:
-        RetrofitError: If the disk is full, or the place cannot be written to.
+        UnwritableError: If the disk is full, or the place cannot be written to.
     """
     try:
         yield
@@ -340,9 +348,7 @@ def writing(path: str | Path) -> Iterator[None]:
         if error.errno not in _OF_THE_PLACE:
             raise
         why = os.strerror(error.errno)
-        raise RetrofitError(
-            f"cannot write {path} ({why}); free space or choose another place"
-        ) from error
+        raise UnwritableError(f"cannot write {path} ({why})") from error
 
 
 @contextmanager

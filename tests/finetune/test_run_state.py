@@ -1,5 +1,6 @@
 """A run's folder has one owner, and what it holds is kept."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from retrofit.finetune.run_state import (
     load_state,
     owned,
     recipe_file,
+    resumable,
     save_state,
 )
 from tests.faults import faults_of, injected
@@ -175,6 +178,17 @@ def test_an_error_at_any_call_of_a_run_removes_nothing_that_was_saved(tmp_path: 
             assert weights.unique().item() in (last, last + 1), fault
             save_state(folder, {"weights": torch.zeros(9)})
         assert not load_state(folder)["weights"].any(), fault
+
+
+@pytest.mark.parametrize("writer", ["the file system's", "torch's"])
+def test_a_full_disk_is_told_to_resume(tmp_path: Path, writer: str) -> None:
+    (tmp_path / "state").mkdir()
+    full: Exception = OSError(errno.ENOSPC, "No space left on device")
+    if writer == "torch's":
+        full = RuntimeError("unexpected pos 64 vs 0")
+    told = pytest.raises(RetrofitError, match=r"cannot write .*; free space, then go on with `resu")
+    with mock.patch("torch.save", side_effect=full), told, resumable():
+        save_state(tmp_path, {})
 
 
 # What a state of this schema keeps besides tensors: another setting, or figure, is another schema.
