@@ -46,11 +46,15 @@ from retrofit.layers.kernels.triton_plan import TABLE_ROWS
 
 
 @triton.jit
-def _standardization(mean, squares, low, high, place, eps):
-    """Return variance, 1 / std, and the standardized extremes."""
+def _standardization(Table, place, moments, eps):
+    """Store mean, variance and 1 / std of each set by its `mean_and_squares`; return them, and the
+    standardized extremes.
+    """
+    mean, squares, low, high = moments
     var = squares / place.count.to(tl.float32)
     rstd = 1 / tl.sqrt(var + eps)
-    return var, rstd, -(low + mean) * rstd, (high - mean) * rstd
+    store_rows(Table, MEAN, place, (mean, var, rstd))
+    return mean, var, rstd, -(low + mean) * rstd, (high - mean) * rstd
 
 
 @kernel
@@ -65,11 +69,10 @@ def statistics_kernel(
     )
     store_parts(Parts, place, mean_and_squares(X, place, TILE))
     if is_last_program(Table, place):
-        mean, squares = merge_moments(Parts, place)
         low, high = reduce_parts(Parts, 2, tl.max, place), reduce_parts(Parts, 3, tl.max, place)
-        var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
-        store_rows(Table, MEAN, place, (mean, var, rstd))
-        store_rows(Table, BOUNDS, place, (low, high))
+        moments = merge_moments(Parts, place) + (low, high)
+        standardization = _standardization(Table, place, moments, eps)
+        store_rows(Table, BOUNDS, place, standardization[3:])
 
 
 # The step of lambda, and the running statistics
@@ -88,23 +91,23 @@ def _step_sums(X, place, mean, rstd, TILE):
 
 
 @triton.jit
-def _store_step(Table, place, sums, var, rstd, low, high, step_factor):
-    """Store the step of each set, from sums over it, its gradient, and its factor; return the step."""
-    count = place.count.to(tl.float32)
+def _store_step(Table, place, sums, standardization, step_factor, running):
+    """Store the step of each set, from sums over it, its gradient, and its factor; move the running
+    statistics, by the unbiased variance, and count the batch. Return the step.
+    """
+    mean, var, rstd, low, high = standardization
     m1, m2, m3, m45 = sums
+    Mean, Var, Lambda, Batches, momentum = running
+    count = place.count.to(tl.float32)
     v = var * rstd * rstd
     step = first_step(m1 / count, m2 / count, m3 / count, m45 / count, v, low, high)
     store_rows(Table, STEP, place, step + (step_factor,))
-    return step[0]
-
-
-@triton.jit
-def _move_running(Mean, Var, Lambda, momentum, place, mean, var, step):
-    """Move the running statistics towards the batch's, its variance unbiased."""
-    count = place.count.to(tl.float32)
     _move(Mean, place, momentum, mean)
     _move(Var, place, momentum, var * (count / tl.maximum(count - 1, 1.0)))
-    _move(Lambda, place, momentum, 1 + step)
+    _move(Lambda, place, momentum, 1 + step[0])
+    if Batches is not None:
+        tl.store(Batches, tl.load(Batches) + 1, mask=tl.program_id(0) == 0)
+    return step[0]
 
 
 @triton.jit
@@ -113,13 +116,6 @@ def _move(Running, place, momentum, value):
         old = load_entries(Running, place, 0.0)
         new = old * (1 - momentum) + value * momentum
         tl.store(Running + place.sets, new.to(Running.dtype.element_ty), mask=place.valid)
-
-
-@triton.jit
-def _count_batch(Batches):
-    if Batches is not None:
-        is_first = tl.program_id(0) + tl.program_id(1) == 0
-        tl.store(Batches, tl.load(Batches) + 1, mask=is_first)
 
 
 @kernel
@@ -132,16 +128,14 @@ def step_kernel(
     place = place_of(
         outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
     )
-    mean, var, rstd = load_rows(Table, MEAN, 3, place)
-    store_parts(Parts, place, _step_sums(X, place, mean, rstd, TILE))
+    kept = load_rows(Table, MEAN, 3, place)
+    store_parts(Parts, place, _step_sums(X, place, kept[0], kept[2], TILE))
     if is_last_program(Table, place):
         step_factor = tl.load(Code).to(tl.float32) * step_unit
-        low, high = load_rows(Table, BOUNDS, 2, place)
-        step = _store_step(
-            Table, place, sum_parts(Parts, 4, place), var, rstd, low, high, step_factor
-        )
-        _move_running(Mean, Var, Lambda, momentum, place, mean, var, step)
-    _count_batch(Batches)
+        standardization = kept + load_rows(Table, BOUNDS, 2, place)
+        running = Mean, Var, Lambda, Batches, momentum
+        sums = sum_parts(Parts, 4, place)
+        _store_step(Table, place, sums, standardization, step_factor, running)
 
 
 # The size of the noise: the mean distance of what gets noise from its mean
@@ -198,14 +192,12 @@ def forward_kernel(
         outer_stride, inner, inner_stride, stride, lanes, runs, share, by_inner, sets, TILE
     )
     code = tl.load(Code).to(tl.float32)
-    mean, squares, low, high = mean_and_squares(X, place, TILE)
-    var, rstd, low, high = _standardization(mean, squares, low, high, place, eps)
-    store_rows(Table, MEAN, place, (mean, var, rstd))
+    standardization = _standardization(Table, place, mean_and_squares(X, place, TILE), eps)
+    mean, _, rstd, _, _ = standardization
     sums = _step_sums(X, place, mean, rstd, TILE)
     step_factor = code * step_unit
-    step = _store_step(Table, place, sums, var, rstd, low, high, step_factor)
-    _move_running(Mean, Var, Lambda, momentum, place, mean, var, step)
-    _count_batch(Batches)
+    running = Mean, Var, Lambda, Batches, momentum
+    step = _store_step(Table, place, sums, standardization, step_factor, running)
     powers = powers_of(step_factor * step)
     noise_scale = 0.0
     if Seed is not None:
