@@ -192,7 +192,11 @@ def _launch(
     ordered = outer, numbers[0], inner, run, lanes, *numbers[1:]
     sets = numbers[-1]
     # What the programs of a share leave for a parameter; along the runs, all programs do
-    left = {"runs": tasks * numbers[1], "lanes": tasks * strides[3], "sets": sets * tile.merge}
+    left = {
+        "runs": tasks * numbers[1],
+        "lanes": tasks * strides[3],
+        "sets": sets * tile.merge,
+    }
     shared = 1 if tile.along == "runs" else splits
     gradients = shared, left[tile.along] // affine, affine
     return LaunchPlan(tile._replace(unit=unit), warps, tasks, splits, sets, ordered, gradients)

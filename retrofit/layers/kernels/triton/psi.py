@@ -83,10 +83,11 @@ def psi(h, powers):
 
 
 @triton.jit
-def _step_derivative(h, a, log, negative, inverse, by_m1, by_m2, by_m3, by_m45):
+def _step_derivative(a, log, negative, inverse, slopes):
     """Return the set's size times d step / d h, but for the moment v
     (`power_transform.step_derivative`); `inverse` is 1 / (1 + |h|).
     """
+    by_m1, by_m2, by_m3, by_m45 = slopes
     grown = log + a * log
     d = grown - a
     both = grown + d
@@ -108,9 +109,7 @@ def pulls(h, g, powers, slopes):
         direct = g * value.grown * (inverse + powers[4] * (1 - inverse))
         series = value.log * value.log * polynomial(value.u, _SLOPE)
         by_lmbda = tl.where(tl.abs(value.u) < powers[5], series, by_lmbda)
-    of_step = _step_derivative(
-        h, value.a, value.log, value.negative, inverse, slopes[0], slopes[1], slopes[2], slopes[3]
-    )
+    of_step = _step_derivative(value.a, value.log, value.negative, inverse, slopes)
     return value.y, direct, g * by_lmbda, of_step
 
 
