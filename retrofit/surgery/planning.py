@@ -207,9 +207,14 @@ def _nothing_to_convert(plan: Plan, norms: Sequence[NormLayer], target: Target) 
     held = ", ".join(f"{count} {label}" for label, count in counts.most_common())
     sentences = list(dict.fromkeys(row.reason for row in plan.layers))
     foreign = {norm.family for norm in norms}.difference(target.families)
-    others = [other.name for other in TARGETS.values() if foreign.intersection(other.families)]
+    # Those of the same converter are advised in the layers' reasons.
+    others = [
+        other.name
+        for other in TARGETS.values()
+        if foreign.intersection(other.families) and other.converter != target.converter
+    ]
     if others:
-        sentences.append(f"targets that convert what it holds: {', '.join(others)}")
+        sentences.append(f"other targets that convert what it holds: {', '.join(others)}")
     return (
         f"nothing to convert to {plan.to} (the model holds {held}): {'; '.join(sentences)}; "
         "`retrofit inspect MODEL` lists them"

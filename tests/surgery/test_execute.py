@@ -138,7 +138,7 @@ WRONG: list[tuple[dict[str, Any], type[RetrofitError], str]] = [
     ({"only": "("}, UsageError, "not a regular expression"),
     ({"skip": ["layer1", "*"]}, UsageError, "not a regular expression"),
     ({"source": "xn"}, UsageError, "no family that bnn converts; choose from bn"),
-    ({"to": "lnn"}, RetrofitError, "20 BatchNorm2d.*try .to='bnn'."),
+    ({"to": "lnn"}, RetrofitError, "20 BatchNorm2d.*try .to='bnn'.; other targets .*gn-pn, dbn"),
     ({"to": "lnn", "source": "bn"}, UsageError, "no family that lnn converts; choose from ln"),
     ({"skip": "."}, RetrofitError, "nothing to convert"),
 ]
