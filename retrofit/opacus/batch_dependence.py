@@ -6,8 +6,8 @@ network is run, so frozen parameters and code of one's own count too.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.inputs import Call, Inputs, example_calls
-from retrofit.utils.forward_pass import copied, hooked, kept_values, put_back
+from retrofit.utils.forward_pass import copied, hooked
 from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import ROOT, shortlist, with_class
 
@@ -223,13 +223,25 @@ def _rows(module: nn.Module, run: Callable[..., Any], call: Call, sample: int) -
     """Return a sample's row of each tensor in an answer that has a row for each sample; complex
     ones as real. The buffers of the module stay as they were.
     """
-    buffers = kept_values(module.buffers())
-    try:
+    with _buffers_kept(module):
         answer = list(tensors_in(call.on(run)))
-    finally:
-        put_back(buffers)
     rows = [y[sample] for y in answer if y.ndim and len(y) == call.batch]
     return [torch.view_as_real(y) if y.is_complex() else y for y in rows]
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Give a module's buffers their values back where a run writes to them; autograd does not let
+    others be written to.
+    """
+    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, values in before:
+                if buffer._version != version:
+                    buffer.copy_(values)
 
 
 def _share(value: Tensor, other: Tensor) -> float:

@@ -6,6 +6,7 @@ replaced by ours, which call them. There is no registry for these. The same hold
 `GradSampleHooks.add_hooks`, in front of which in-place activations are turned off.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
@@ -84,38 +85,39 @@ def _refuse_randomness(module: Any) -> list[UnsupportedModuleError]:
     return []
 
 
-def _over_batches(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the layers that normalize by the batch as they stand, whether or not they
-    are trained.
+def _mixes_samples(layer: Any) -> bool:
+    """Whether a layer normalizes by the batch as it stands."""
+    return isinstance(layer, _OF_BATCHES) and (layer.training or layer.running_var is None)
+
+
+def _averages_samples(layer: Any) -> bool:
+    """Whether a layer normalizes each sample by itself, but averages its statistics into the
+    network.
     """
-    return {
-        name or ROOT: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, _OF_BATCHES) and (layer.training or layer.running_var is None)
-    }
+    return isinstance(layer, _AVERAGING) and layer.training and layer.running_mean is not None
 
 
-def _over_time(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by name, the layers that normalize each sample by itself, but average its statistics
-    into the network, whether or not they are trained.
-    """
-    return {
-        name or ROOT: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, _AVERAGING) and layer.training and layer.running_mean is not None
-    }
+def _refusals(model: nn.Module, judged: Collection[nn.Module] = ()) -> list[str]:
+    """Return sentences that refuse layers, trained or not, that are none of the `judged` ones."""
+    named = {name or ROOT: layer for name, layer in model.named_modules() if layer not in judged}
+    mixing = {name: layer for name, layer in named.items() if _mixes_samples(layer)}
+    averaging = {name: layer for name, layer in named.items() if _averages_samples(layer)}
+    refusals = []
+    if mixing:
+        refusals.append(_refusal_of_mixing(mixing))
+    if averaging:
+        refusals.append(
+            f"{_classes_of(averaging)} averages statistics of private samples, trained or not "
+            f"({shortlist(list(averaging))}); build it with track_running_stats=False"
+        )
+    return refusals
 
 
-def _refusal_of_averages(layers: dict[str, nn.Module]) -> str:
-    classes = shortlist(sorted({type(layer).__name__ for layer in layers.values()}))
-    return (
-        f"{classes} averages statistics of private samples, trained or not "
-        f"({shortlist(list(layers))}); build it with track_running_stats=False"
-    )
+def _classes_of(layers: dict[str, nn.Module]) -> str:
+    return shortlist(sorted({type(layer).__name__ for layer in layers.values()}))
 
 
-def _refusal(layers: dict[str, nn.Module]) -> str:
-    classes = shortlist(sorted({type(layer).__name__ for layer in layers.values()}))
+def _refusal_of_mixing(layers: dict[str, nn.Module]) -> str:
     remedy = "call retrofit.freeze_norms(model), or convert the source network to frozen"
     if not all(isinstance(layer, _BatchNorm) for layer in layers.values()):
         remedy = "put them in evaluation by `eval()` after each `train()`"
@@ -125,7 +127,7 @@ def _refusal(layers: dict[str, nn.Module]) -> str:
             f"then {remedy}"
         )
     return (
-        f"{classes} normalizes each sample by its batch, trained or not "
+        f"{_classes_of(layers)} normalizes each sample by its batch, trained or not "
         f"({shortlist(list(layers))}); {remedy}"
     )
 
@@ -136,12 +138,7 @@ def _validate_network(
     """Opacus's check of the trained layers, and ours of the others: they too mix the samples."""
     errors: list[UnsupportedModuleError] = opacus_validate(module)
     judged = {layer for _, layer in trainable_modules(module) if type(layer) in cls.VALIDATORS}
-    mixing = {name: layer for name, layer in _over_batches(module).items() if layer not in judged}
-    if mixing:
-        errors.append(ShouldReplaceModuleError(_refusal(mixing)))
-    averaging = {name: layer for name, layer in _over_time(module).items() if layer not in judged}
-    if averaging:
-        errors.append(ShouldReplaceModuleError(_refusal_of_averages(averaging)))
+    errors += [ShouldReplaceModuleError(refusal) for refusal in _refusals(module, judged)]
     if strict and errors:
         raise UnsupportedModuleError(errors)
     return errors
@@ -155,34 +152,35 @@ def _validate_hooks(
 
     Layers that mix the samples are refused too, trained or not.
     """
-    mixing = _over_batches(module)
-    averaging = _over_time(module)
-    errors = _errors_of_buffers(module, {*mixing.values(), *averaging.values()})
-    if mixing:
-        errors.append(NotImplementedError(_refusal(mixing)))
-    if averaging:
-        errors.append(NotImplementedError(_refusal_of_averages(averaging)))
+    errors = _errors_of_buffers(module)
+    errors += [NotImplementedError(refusal) for refusal in _refusals(module)]
     errors += _errors_of_proxies(module)
     if strict and errors:
         raise NotImplementedError(errors)
     return errors
 
 
-def _errors_of_buffers(model: nn.Module, refused: set[nn.Module]) -> list[NotImplementedError]:
-    """Return an error for each trained layer with buffers that are no constants of ours."""
+def _errors_of_buffers(model: nn.Module) -> list[NotImplementedError]:
+    """Return an error for each trained layer with buffers that are no constants of ours, but for
+    layers that are refused anyway.
+    """
     constants = {
         id(buffer)
         for layer in model.modules()
         if type(layer) in (*BATCH_INDEPENDENT, ConstantAffine)
         for buffer in layer.buffers()
     }
-    return [
-        NotImplementedError(
-            f"{name or 'the model'} ({type(layer).__name__}) is trained and holds buffers"
-        )
-        for name, layer in trainable_modules(model)
-        if layer not in refused and any(id(buffer) not in constants for buffer in layer.buffers())
-    ]
+    errors = []
+    for name, layer in trainable_modules(model):
+        if _mixes_samples(layer) or _averages_samples(layer):
+            continue
+        if any(id(buffer) not in constants for buffer in layer.buffers()):
+            errors.append(
+                NotImplementedError(
+                    f"{name or 'the model'} ({type(layer).__name__}) is trained and holds buffers"
+                )
+            )
+    return errors
 
 
 def _errors_of_proxies(model: nn.Module) -> list[NotImplementedError]:

@@ -252,19 +252,6 @@ def standard_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_values(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int, Tensor]]:
-    """Remember the values of some tensors, for `put_back`."""
-    return [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors]
-
-
-def put_back(values: list[tuple[Tensor, int, Tensor]]) -> None:
-    """Give tensors that were written to since `kept_values` their former values."""
-    with torch.no_grad():
-        for tensor, version, values_before in values:
-            if tensor._version != version:
-                tensor.copy_(values_before)
-
-
 def copied(model: nn.Module, computed: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Return a deep copy of a network.
 

@@ -9,6 +9,7 @@ import operator
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -70,35 +71,70 @@ def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
     return *placement, tensor.shape, tensor.stride(), address
 
 
-def _place_restorer(
-    look: Callable[[], Any], put: Callable[[Any], Any], clear: Callable[[], Any]
-) -> Undo:
-    """Remember what stands in one place.
+@dataclass(frozen=True)
+class Place:
+    """Where a value stands: the name of a global, a slot of an object, a cell of a closure.
 
-    Args:
+    Attributes:
         look: Returns what stands there now, `ABSENT` if nothing does.
         put: Puts a value there.
         clear: Takes away what stands there.
     """
-    before = look()
 
-    def restore() -> None:
-        if look() is before:
-            return
-        if before is ABSENT:
-            clear()
-        else:
-            put(before)
+    look: Callable[[], Any]
+    put: Callable[[Any], Any]
+    clear: Callable[[], Any]
 
-    return restore
+    def restorer(self) -> Undo:
+        """Remember what stands there."""
+        before = self.look()
+
+        def restore() -> None:
+            if self.look() is before:
+                return
+            if before is ABSENT:
+                self.clear()
+            else:
+                self.put(before)
+
+        return restore
+
+
+def global_place(namespace: dict[str, Any], name: str) -> Place:
+    """Return the place of a global, which need not be there."""
+    return Place(
+        functools.partial(namespace.get, name, ABSENT),
+        functools.partial(namespace.__setitem__, name),
+        functools.partial(namespace.pop, name),
+    )
+
+
+def slot_place(value: Any, slot: Any) -> Place:
+    """Return the place that is a slot of an object, or a cell of a closure."""
+    return Place(
+        functools.partial(_slot_content, slot, value),
+        functools.partial(slot.__set__, value),
+        functools.partial(slot.__delete__, value),
+    )
+
+
+def _slot_content(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    # An empty slot says it by the former, an empty closure by the latter.
+    except (AttributeError, ValueError):
+        return ABSENT
 
 
 def class_restorer(value: Any) -> Undo:
     """Remember the class of an object."""
-    look = functools.partial(type, value)
-    put = functools.partial(setattr, value, "__class__")
-    # It always has a class, so that nothing is ever cleared.
-    return _place_restorer(look, put, clear=look)
+    cls = type(value)
+
+    def restore() -> None:
+        if type(value) is not cls:
+            value.__class__ = cls
+
+    return restore
 
 
 def content_restorer(container: Any) -> Undo:
@@ -149,19 +185,13 @@ A subclass of these may load or compute what it gives.
 
 
 def generator_restorer(generator: Any) -> Undo:
-    """Remember the state of torch's generator, or of NumPy's generator of old."""
+    """Remember the state of a random generator of torch, Python or NumPy."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", bits.state)
     return functools.partial(generator.set_state, generator.get_state())
-
-
-def random_restorer(generator: random.Random) -> Undo:
-    """Remember the state of Python's generator."""
-    return functools.partial(generator.setstate, generator.getstate())
-
-
-def numpy_generator_restorer(generator: np.random.Generator) -> Undo:
-    """Remember the state of NumPy's generator."""
-    bits = generator.bit_generator
-    return functools.partial(setattr, bits, "state", bits.state)
 
 
 def array_restorer(array: Any) -> Undo:
@@ -169,11 +199,6 @@ def array_restorer(array: Any) -> Undo:
     if not array.flags.writeable:
         return lambda: None
     return functools.partial(np.copyto, array, array.copy())
-
-
-def numbers_restorer(numbers: Any) -> Undo:
-    """Remember the numbers of a bytearray or of an array of Python's, which may have grown."""
-    return functools.partial(numbers.__setitem__, slice(None), numbers[:])
 
 
 def attributes_of(cls: type) -> dict[str, Any]:
@@ -200,30 +225,3 @@ def attributes_restorer(cls: type) -> Undo:
                 type.__setattr__(cls, name, value)
 
     return restore
-
-
-def global_restorer(namespace: dict[str, Any], name: str) -> Undo:
-    """Remember a global, or that there is none of that name."""
-    return _place_restorer(
-        functools.partial(namespace.get, name, ABSENT),
-        functools.partial(namespace.__setitem__, name),
-        functools.partial(namespace.pop, name),
-    )
-
-
-def slot_content(slot: Any, value: Any) -> Any:
-    """Return what a slot of an object, or a cell of a closure, holds."""
-    try:
-        return slot.__get__(value)
-    # An empty slot says it by the former, an empty closure by the latter.
-    except (AttributeError, ValueError):
-        return ABSENT
-
-
-def slot_restorer(value: Any, slot: Any) -> Undo:
-    """Remember what a slot of an object, or a cell of a closure, holds."""
-    return _place_restorer(
-        functools.partial(slot_content, slot, value),
-        functools.partial(slot.__set__, value),
-        functools.partial(slot.__delete__, value),
-    )

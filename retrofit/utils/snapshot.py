@@ -1,7 +1,5 @@
 """Run a network's own code, and leave everything that the code can reach as it was."""
 
-import array
-import dis
 import functools
 import random
 import sys
@@ -23,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.utils import restorers
-from retrofit.utils.restorers import ABSENT, READERS, Undo
+from retrofit.utils.restorers import READERS, Place, Undo
 
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), ModuleType),
     *(torch.dtype, torch.device, np.generic),
 )
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CACHE = type(functools.lru_cache(lambda: None))
-_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 # Packages whose objects hold nothing of one network's calls, or whose threads go on meanwhile.
 _FOREIGN = sys.stdlib_module_names | {
     *("torch", "torchvision", "timm", "numpy", "sympy", "mpmath", "retrofit"),
@@ -140,13 +138,8 @@ class Snapshot:
         visitors: list[tuple[Any, _Visitor]] = [
             (_ATOMS, lambda _: ()),
             (Tensor, self._remember_tensor),
-            (torch.Generator, self._remember_state(restorers.generator_restorer)),
-            (random.Random, self._remember_state(restorers.random_restorer)),
-            (np.random.Generator, self._remember_state(restorers.numpy_generator_restorer)),
-            (np.random.RandomState, self._remember_state(restorers.generator_restorer)),
-            (np.ndarray, self._remember_array),
-            (array.array | bytearray, self._remember_state(restorers.numbers_restorer)),
-            (memoryview, lambda view: (view.obj,)),
+            (_GENERATORS, self._remember_state(restorers.generator_restorer)),
+            (np.ndarray, self._remember_state(restorers.array_restorer)),
             (weakref.ref, lambda reference: (reference(),)),
             (tuple | frozenset, lambda value: value),
             (dict | list | set | deque, self._remember_container),
@@ -170,12 +163,6 @@ class Snapshot:
             return ()
 
         return remember
-
-    def _remember_array(self, values: Any) -> Iterable[Any]:
-        self._undo.append(restorers.array_restorer(values))
-        if values.dtype.hasobject:
-            return values.ravel().tolist()
-        return ()
 
     def _remember_tensor(self, tensor: Tensor) -> Iterable[Any]:
         self._undo.append(
@@ -204,10 +191,8 @@ class Snapshot:
         restore_class = restorers.class_restorer(value)
         self._undo.append(restore_class)
         attributes = getattr(value, "__dict__", None)
-        held: list[Any] = [cls, attributes]
-        for slot in _slots_of(cls):
-            held += self._remember_slot(value, slot)
-        return held
+        places = [restorers.slot_place(value, slot) for slot in _slots_of(cls)]
+        return [cls, attributes, *map(self._remember_place, places)]
 
     def _remember_class(self, cls: type) -> Iterable[Any]:
         if _home(cls) not in self._packages:
@@ -238,40 +223,31 @@ class Snapshot:
         variables = function.__globals__
         names = _names_in(function.__code__)
         held = [function.__defaults__, function.__kwdefaults__, vars(function)]
-        held.append(getattr(function, "__wrapped__", None))
         for name in names & variables.keys():
             module = variables[name]
             if isinstance(module, ModuleType) and _home(module) in self._packages:
                 held += self._remember_globals(vars(module), names)
-        if not _makes_globals(function.__code__):
-            # The other names are attributes, not globals that the code is about to make.
-            names &= variables.keys()
+        # Some names are of attributes, some of globals that the code is about to make.
         held += self._remember_globals(variables, names)
-        for cell in function.__closure__ or ():
-            held += self._remember_slot(cell, CellType.cell_contents)
-        return held
+        cells = [
+            restorers.slot_place(cell, CellType.cell_contents)
+            for cell in function.__closure__ or ()
+        ]
+        return [*held, *map(self._remember_place, cells)]
 
     def _remember_globals(self, namespace: dict[str, Any], names: set[str]) -> list[Any]:
         remembered = self._globals[id(namespace)]
         new_names = names - remembered
         remembered |= new_names
-        held = []
-        for name in new_names:
-            self._undo.append(restorers.global_restorer(namespace, name))
-            if name not in namespace:
-                continue
-            value = namespace[name]
-            put = functools.partial(namespace.__setitem__, name)
-            self._note_cache(value, put)
-            held.append(value)
-        return held
+        places = [restorers.global_place(namespace, name) for name in new_names]
+        return [*map(self._remember_place, places)]
 
-    def _remember_slot(self, value: Any, slot: Any) -> list[Any]:
-        """Remember what stands in no dict: an attribute in a slot, or the content of a closure."""
-        content = restorers.slot_content(slot, value)
-        self._note_cache(content, functools.partial(slot.__set__, value))
-        self._undo.append(restorers.slot_restorer(value, slot))
-        return [] if content is ABSENT else [content]
+    def _remember_place(self, place: Place) -> Any:
+        """Remember and return what stands in no dict of an object."""
+        value = place.look()
+        self._note_cache(value, place.put)
+        self._undo.append(place.restorer())
+        return value
 
     def _note_cache(self, value: Any, put: _Put) -> None:
         if isinstance(value, _CACHE) and _home(value) in self._packages:
@@ -314,10 +290,3 @@ def _names_in(code: Any) -> set[str]:
         if hasattr(constant, "co_names"):
             names |= _names_in(constant)
     return names
-
-
-def _makes_globals(code: Any) -> bool:
-    """Whether a function, or one inside it, assigns to a global."""
-    inside = (constant for constant in code.co_consts if hasattr(constant, "co_code"))
-    # Each second byte is an instruction.
-    return _STORE_GLOBAL in code.co_code[::2] or any(map(_makes_globals, inside))

@@ -9,14 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
-from retrofit.layers.frozen_batch_norm import of_one_type
 from retrofit.layers.function_transforms import differentiable_once, transformed
 from retrofit.layers.inference_forms import GroupConvolution, channel_form
 from retrofit.layers.kernels.eager import affine, compute_dtype
@@ -159,11 +157,6 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             )
         if x.numel() == 0:
             return affine(x * 1.0, *self._gamma_and_beta(-1, *(1,) * len(sizes)))
-        if not by_batch and self._is_batch_norm(x):
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            constants = of_one_type(x, self.running_mean, self.running_var, self.weight, self.bias)
-            return functional.batch_norm(x, *constants, eps=self._eps)
         with torch.autocast(x.device.type, enabled=False):
             by_channel = x.to(compute_dtype(x)).movedim(1, 0)
             rows = by_channel.reshape(-1, self.group_size, x.numel() // channels)
@@ -171,12 +164,6 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
             out = affine(y, *self._gamma_and_beta(len(y), -1, 1)).to(x.dtype)
         out = out.view(channels, samples, *sizes).movedim(0, 1)
         return out.contiguous(memory_format=memory_format_of(x))
-
-    def _is_batch_norm(self, x: Tensor) -> bool:
-        """Whether the strength is 0 and its value may be read, as it may not under a tracer."""
-        if torch.compiler.is_compiling() or transformed() or x.is_meta:
-            return False
-        return bool(self.strength == 0)
 
     def _gamma_and_beta(self, *shape: int) -> list[Tensor | None]:
         return [None if p is None else p.view(shape) for p in (self.weight, self.bias)]
