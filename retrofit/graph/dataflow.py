@@ -3,7 +3,7 @@ and which nodes consume it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,12 +11,10 @@ import torch
 from torch import fx, nn
 
 from retrofit.graph import recognition
-from retrofit.graph.channel_moves import RESHAPINGS, listed, moved_channels
 from retrofit.graph.trace import (
     BranchingPartsError,
     Tracer,
     call_name,
-    reads_of_mode,
     takes_defaults,
     traced,
 )
@@ -31,7 +29,6 @@ _NAMES_OF = {
     "metadata": " ".join(recognition.METADATA) + " assert",
     "same": "contiguous clone to type type_as half bfloat16 float double "
     "dropout dropout1d dropout2d dropout3d alpha_dropout",
-    # All that `moved_channels` knows is among these.
     "shape": "view reshape reshape_as view_as flatten unflatten permute transpose movedim "
     "swapaxes swapdims squeeze unsqueeze",
     "concatenation": "cat concat concatenate stack",
@@ -60,9 +57,8 @@ _OUT_OF_GATE = {*_IN_GATE, "spread", "module"}
 class Flows:
     """All paths through a model, and the modules that they call and read.
 
-    The model is traced in evaluation, and in training where its code may do something else then. If
-    it cannot be traced whole, its largest parts that can be are traced. Parts without a norm asked
-    for are not.
+    The model is traced in evaluation and in training. If it cannot be traced whole, its largest
+    parts that can be are traced. Parts without a norm asked for are not.
 
     A part that fx cannot enter, or that branches often on values, is a single node in its caller's
     graph. If it holds norms, it has graphs of its own too. Tracing needs no input, works on the
@@ -88,7 +84,6 @@ class Flows:
         with (
             left_as_it_was(model, unwritten=tensors) as self._snapshot,
             random_states_kept(torch.device("cpu")),
-            reads_of_mode() as self._readers,
         ):
             self._trace_all(model)
         # The paths of evaluation come first.
@@ -119,9 +114,7 @@ class Flows:
         if module not in self.traceable or module in self._covered:
             return
         self._covered.add(module)
-        self._trace(module, training=False)
-        if module not in self.failures and self._modes_differ(module):
-            self._trace(module, training=True)
+        self._trace(module)
         paths = [*self._traces[False, module], *self._traces[True, module]]
         for path in paths:
             self._drop_if_called_with_options(path)
@@ -143,35 +136,23 @@ class Flows:
                 self._traces[True, part] = []
                 self.failures[part] = "it branches on values, and takes optional arguments"
 
-    def _trace(self, module: nn.Module, training: bool) -> None:
-        """Trace a module in one mode, or say why it cannot be."""
+    def _trace(self, module: nn.Module) -> None:
+        """Trace a module in both modes, or say why it cannot be."""
         try:
-            self._traces[training, module] = self._paths(module, training)
+            for training in (False, True):
+                self._traces[training, module] = self._paths(module, training)
         # A model's own code may raise anything.
         except Exception as error:
             self.failures[module] = with_class(error).split(". ")[0]
 
     def _paths(self, module: nn.Module, training: bool) -> list[Tracer]:
         """Trace a module on all its paths; a part with too many branches becomes a single node."""
-        self._readers.clear()
         try:
             return traced(module, training, self._leaves.__contains__, self._snapshot)
         except BranchingPartsError as error:
             self._branching |= error.parts
             self._leaves |= error.parts
             return self._paths(module, training)
-
-    def _modes_differ(self, module: nn.Module) -> bool:
-        """Whether a module that was just traced in evaluation may do something else in training:
-        its code read the mode, or a class in it overrides how the mode is set.
-        """
-        if self._readers:
-            return True
-        return any(
-            getattr(type(part), name) is not getattr(nn.Module, name)
-            for part in self.inside[module]
-            for name in ("train", "eval", "training")
-        )
 
 
 class Flow:
@@ -233,42 +214,10 @@ class Flow:
             after += self.after(user) if self.steps[user] == "same" else [user]
         return after
 
-    def channels_after(
-        self, node: fx.Node, dim: int = 1, same_rank: bool = True
-    ) -> Iterator[tuple[fx.Node, int]]:
-        """The nearest consumers of `node` that are no dropouts, identities or moves of whole
-        channels.
-
-        Args:
-            node: A node whose value has its channels in dimension `dim`.
-            dim: The dimension, from the front or from the end.
-            same_rank: Whether the value has as many dimensions as where the search began. If not,
-                only dimensions 1 and -1 can be followed.
-
-        Yields:
-            Each consumer, and the dimension of the channels in its input.
-        """
-        for user in self.consumers(node):
-            if self.steps[user] == "same":
-                yield from self.channels_after(user, dim, same_rank)
-                continue
-            moved = moved_channels(user, dim)
-            if moved is None:
-                yield user, dim
-                continue
-            keeps_rank = same_rank and call_name(user) not in RESHAPINGS
-            if keeps_rank or moved in (1, -1):
-                yield from self.channels_after(user, moved, keeps_rank)
-            else:
-                yield user, dim
-
     def norm_before(self, node: fx.Node) -> fx.Node | None:
-        """The call of the norm whose output an activation takes, channel by channel."""
-        norm = self.before(node, ("same", "shape"))
-        if norm is None or self.steps[norm] != "norm":
-            return None
-        takes_channels = any(user is node for user, _ in self.channels_after(norm))
-        if takes_channels:
+        """The call of the norm whose output an activation takes."""
+        norm = self.before(node)
+        if norm is not None and self.steps[norm] == "norm":
             return norm
         return None
 
@@ -404,16 +353,23 @@ def _second_argument(node: fx.Node, name: str) -> Any:
     return node.kwargs.get(name)
 
 
+def _listed(value: Any) -> Sequence[Any]:
+    """Return an argument that is one number, or one for each dimension, as a sequence."""
+    if isinstance(value, (tuple, list)):
+        return value
+    return (value,)
+
+
 def _mean_step(dims: Any) -> str:
     """A mean over other dimensions than the channels' is a pooling."""
-    kept = all(isinstance(dim, int) and dim != 1 for dim in listed(dims))
+    kept = all(isinstance(dim, int) and dim != 1 for dim in _listed(dims))
     if kept:
         return "pool"
     return "call"
 
 
 def _pool_step(output_size: Any) -> str:
-    if all(size == 1 for size in listed(output_size)):
+    if all(size == 1 for size in _listed(output_size)):
         return "pool"
     return "window"
 

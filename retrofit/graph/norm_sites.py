@@ -20,7 +20,7 @@ from retrofit.utils.text import shortlist
 
 # Why the activation behind a step has no norm of its own.
 _WHY_AFTER = {
-    "norm": "behind a norm, past steps that may not keep its channels together",
+    "norm": "behind a norm, past steps that move or mix channels",
     "addition": "after a residual addition",
     "concatenation": "after a concatenation",
     "product": "after a product",
@@ -41,7 +41,6 @@ class Activation:
         place: Where the block makes it; None for "fused".
         selector: For one of several norms that the call follows, as in a loop: the expression that
             is the norm there, or a block that ends in it, and its name in the block.
-        channel_dim: The dimension of the norm's channels in what the activation takes, 1 or -1.
     """
 
     kind: Literal["fused", "module", "call"]
@@ -50,7 +49,6 @@ class Activation:
     owner: str = ""
     place: Place | None = field(default=None, repr=False)
     selector: tuple[str, str] | None = None
-    channel_dim: int = 1
 
     @property
     def type(self) -> str:
@@ -69,8 +67,7 @@ class Site:
         call_count: How many there are.
         activation: The one that directly follows on every call.
         reason: Why there is none.
-        last_before_pool: Whether the activation (the norm, if none) is the last before the final
-            mean pooling.
+        last_before_pool: Whether the activation is the last before the final mean pooling.
         in_squeeze_excite: Whether the norm works on pooled values that go on to multiply other
             features.
     """
@@ -172,13 +169,8 @@ class _Search(Flows):
             activation = self._activation_of(place)
         except _NotActivatedError as error:
             reason = str(error)
-        # A norm that holds an activation that is not known to be elementwise ends no site.
-        has_unknown_activation = activation is None and _fused_activation(norm) is not None
-        ends = []
-        if not has_unknown_activation:
-            ends = self._ends(place, activation)
-        last_before_pool = any(flow.reaches_final_pool(node) for flow, node in ends)
         calls = self.norms[place]
+        last_before_pool = activation is not None and self._reaches_final_pool(place, activation)
         in_squeeze_excite = any(flow.in_squeeze_excite(node) for flow, node in calls)
         places = [each for each in self.norms if each.target is norm]
         return Site(
@@ -204,21 +196,22 @@ class _Search(Flows):
             f"its own activation, {type(fused).__name__}, is not known to be elementwise"
         )
 
-    def _ends(self, norm_place: Place, activation: Activation | None) -> list[tuple[Flow, fx.Node]]:
-        """The calls that end a site: of the activation behind the norm; of the norm itself, if it
-        has no activation or holds it.
-        """
-        if activation is None or activation.place is None:
-            return self.norms[norm_place]
-        calls = self.acts[activation.place]
-        return [call for call in calls if _norm_place_before(*call) == norm_place]
+    def _reaches_final_pool(self, norm_place: Place, activation: Activation) -> bool:
+        """Whether an activation, on a call behind its norm, is the last before the final pooling."""
+        if activation.place is None:
+            return any(flow.reaches_final_pool(node) for flow, node in self.norms[norm_place])
+        return any(
+            flow.reaches_final_pool(node)
+            for flow, node in self.acts[activation.place]
+            if _norm_place_before(flow, node) == norm_place
+        )
 
     def _activation_behind(self, norm_place: Place) -> Activation:
         """The activation that directly follows a norm on every call."""
         answers = {_act_place_behind(*call) for call in self.norms[norm_place]}
         if len(answers) > 1:
             raise _NotActivatedError("followed by different layers on different calls")
-        act_place, channel_dim = answers.pop()
+        act_place = answers.pop()
         selector = None
         calls = self.acts[act_place]
         if any(_norm_place_before(*call) != norm_place for call in calls):
@@ -232,7 +225,6 @@ class _Search(Flows):
             self.names[act_place.owner],
             act_place,
             selector,
-            channel_dim,
         )
 
     def _selector(self, norm_place: Place, act_place: Place) -> tuple[str, str]:
@@ -392,23 +384,17 @@ def _unmatched(name: str, activation: nn.Module, reason: str) -> UnmatchedActiva
     return UnmatchedActivation(name, type(activation).__name__, reason)
 
 
-def _act_place_behind(flow: Flow, norm_node: fx.Node) -> tuple[Place, int]:
-    """Return, on one path, the place of the activation that takes all of a norm's channels, and
-    their dimension in its input.
-    """
-    users = list(flow.channels_after(norm_node))
+def _act_place_behind(flow: Flow, norm_node: fx.Node) -> Place:
+    """Return, on one path, the place of the activation that takes all of a norm's channels."""
+    users = flow.after(norm_node)
     if len(users) != 1:
-        takers = ", ".join(flow.describe(user) for user, _ in users)
+        takers = ", ".join(map(flow.describe, users))
         raise _NotActivatedError(f"output used {len(users)} times: {takers}".rstrip(": "))
-    user, dim = users[0]
+    user = users[0]
     reason = _why_not_activated(flow, norm_node, user)
     if reason:
         raise _NotActivatedError(reason)
-    channel_dim = _first_or_last(dim, flow.modules[norm_node])
-    if channel_dim is None:
-        words = flow.describe(user)
-        raise _NotActivatedError(f"feeds {words}, with the channels in dimension {dim}")
-    return flow.places[user], channel_dim
+    return flow.places[user]
 
 
 def _call_in(code: CodeType | None, flow: Flow, norm_node: fx.Node) -> Place | None:
@@ -424,20 +410,6 @@ def _norm_called_in(code: CodeType | None, flow: Flow, activation: fx.Node) -> A
     norm_node: Any = flow.norm_before(activation)
     call: Any = _call_in(code, flow, norm_node)
     return call.target
-
-
-def _first_or_last(dim: int, norm: nn.Module) -> int | None:
-    """The dimension of the channels as 1 or -1; None if they lie between others.
-
-    `dim` counts in what the activation takes, whose rank is that of what the norm takes.
-    """
-    if dim in (1, -1):
-        return dim
-    ranks = {nn.BatchNorm1d: 3, nn.BatchNorm2d: 4, nn.BatchNorm3d: 5}
-    rank = next((rank for cls, rank in ranks.items() if isinstance(norm, cls)), None)
-    if rank is not None and dim == rank - 1:
-        return -1
-    return None
 
 
 def _fused_activation(norm: nn.Module) -> nn.Module | None:

@@ -1,6 +1,5 @@
 """Symbolic tracing of one module: the place of every call, on every path."""
 
-import contextlib
 import dis
 import functools
 import inspect
@@ -8,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, islice, takewhile
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -128,30 +127,6 @@ def _is_raised_by_code(error: Exception) -> bool:
     return (
         is_of_the_code and last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     )
-
-
-@contextlib.contextmanager
-def reads_of_mode() -> Iterator[list[nn.Module]]:
-    """Note each module whose `training` code reads meanwhile, but for a snapshot's."""
-    readers: list[nn.Module] = []
-
-    def read(module: Any) -> bool:
-        if sys._getframe(1).f_globals["__name__"] != Snapshot.__module__:
-            readers.append(module)
-        if "training" in vars(module):
-            return bool(vars(module)["training"])
-        # One of TorchScript holds it elsewhere.
-        return bool(module.__getattr__("training"))
-
-    def write(module: nn.Module, training: bool) -> None:
-        vars(module)["training"] = training
-
-    cls: Any = nn.Module
-    cls.training = property(read, write)
-    try:
-        yield readers
-    finally:
-        del cls.training
 
 
 class _Value(fx.Proxy):

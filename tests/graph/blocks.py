@@ -306,7 +306,7 @@ class Wrapped(nn.Module):
 class ChannelsLast(nn.Module):
     """BatchNorm of sequences with the channels last, as speechbrain wraps it."""
 
-    def __init__(self, channels: int, moves: str = "transpose") -> None:
+    def __init__(self, channels: int, moves: str) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(channels)
         self.moves = moves
@@ -314,13 +314,7 @@ class ChannelsLast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.moves == "permute":
             return self.norm(x.permute(0, 2, 1)).permute(0, 2, 1)
-        if self.moves == "swapaxes":
-            return self.norm(x.swapaxes(1, 2)).swapaxes(1, 2)
-        if self.moves == "between":
-            return self.norm(x.transpose(1, 2)).unsqueeze(2).transpose(1, 2)
-        if self.moves == "reshape":
-            return self._over_time(x)
-        return self.norm(x.transpose(-1, 1)).transpose(1, -1)
+        return self._over_time(x)
 
     def _over_time(self, x: Tensor) -> Tensor:
         """Normalize images and steps as one dimension; in four, what is reshaped is no channel."""

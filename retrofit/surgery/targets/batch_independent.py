@@ -247,7 +247,6 @@ def _proxy(model: nn.Module, site: Site, row: EditRow) -> int:
         activation.module,
         norm.num_channels,
         norm=norm,
-        channel_dim=activation.channel_dim,
         strength=0.0,
         device=device,
         dtype=dtype,
