@@ -231,16 +231,6 @@ def _module_class(target: Any) -> Any:
     return _timm_functions().get(target)
 
 
-def takes_constants(target: Any) -> bool:
-    """Whether a function or method that `function_module` knows takes constants that shape the
-    activation.
-    """
-    cls = _module_class(target)
-    return target in _CLAMPS or (
-        cls is not None and not set(inspect.signature(cls).parameters) <= {"inplace"}
-    )
-
-
 def function_module(node: fx.Node) -> nn.Module | None:
     """A fresh module that does what a functional or method call of an activation does, never in
     place; None where `node` is no such call, or its other arguments are no constants.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, cast
 
 from torch import fx, nn
 
-from retrofit.graph import recognition
 from retrofit.graph.norm_sites import Activation, Site
 from retrofit.graph.source_code import RewriteError, code_in, file_tree, future_flags
 from retrofit.graph.trace import Place
@@ -31,11 +30,6 @@ class _Edit(NamedTuple):
     checksum: int
     # As `Activation.selector`.
     selector: tuple[str, str] | None
-
-    def replaces_call_of(self, other: "_Edit") -> bool:
-        """Whether both replace one call."""
-        same_place = (self.method, self.end) == (other.method, other.end)
-        return same_place and self.selector == other.selector
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
@@ -139,8 +133,6 @@ def _edited_class(
         checksum=checksum,
         selector=selector,
     )
-    if any(edit.replaces_call_of(other) for other in edits):
-        raise RewriteError(f"the call in {code.co_qualname} is replaced already")
     return _rewritten_class(base, (*edits, edit))
 
 
@@ -290,11 +282,10 @@ class _Replacement(ast.NodeTransformer):
         value = values.pop(0) if values else named.pop("input", None)
         if value is None or isinstance(value, ast.Starred):
             raise RewriteError(f"{self.label} hides its input")
-        others = []
-        if recognition.takes_constants(edit.target):
-            others = [*values, *named.values()]
+        # In place or not, a child computes the same.
+        named.pop("inplace", None)
         try:
-            for other in others:
+            for other in (*values, *named.values()):
                 ast.literal_eval(other)
         except ValueError:
             raise RewriteError(f"{self.label} takes constants that may change") from None

@@ -1,14 +1,13 @@
 """Symbolic tracing of one module: the place of every call, on every path."""
 
 import dis
-import functools
 import inspect
 import sys
 import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -242,21 +241,6 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return self.is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return a node for a parameter or buffer; fx would search all of them at every access."""
-        name = self._tensor_names.get(id(attr_val))
-        if name is None:
-            return attr_val
-        if name not in parameter_proxy_cache:
-            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
-        return parameter_proxy_cache[name]
-
-    @functools.cached_property
-    def _tensor_names(self) -> dict[int, str]:
-        """The names of the root's parameters and buffers, by `id`."""
-        tensors = chain(self.root.named_buffers(), self.root.named_parameters())
-        return {id(tensor): name for name, tensor in tensors}
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
