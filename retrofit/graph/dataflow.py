@@ -241,11 +241,10 @@ class Flow:
         if following is None:
             return False
         step = self.steps[following]
-        return step == "pool" or (step == "window" and not self._reaches_norm(following))
-
-    def _reaches_norm(self, node: fx.Node) -> bool:
-        """Whether a norm comes behind a mean over windows, which then is not the final pooling."""
-        return any(self.steps[later] == "norm" for later in reached(node, self.consumers))
+        if step != "window":
+            return step == "pool"
+        # A mean over windows before another norm is not the final pooling.
+        return all(self.steps[later] != "norm" for later in reached(following, self.consumers))
 
     def _only_consumer(self, node: fx.Node) -> fx.Node | None:
         """The only consumer of a value; None if there are several.

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import CodeType
 from typing import Any, Literal, NamedTuple
 
@@ -245,8 +244,9 @@ class _Search(Flows):
             expression = callee(code, call.at)
             for flow, node in self.acts[act_place]:
                 named = eval(expression, *flow.variables[node])
-                called = _norm_called_in(code, flow, node)
-                if named is not called:
+                norm_node: Any = flow.norm_before(node)
+                called: Any = _call_in(code, flow, norm_node)
+                if named is not called.target:
                     raise LookupError
             return expression, names[call.target]
         raise _NotActivatedError("the call of its activation follows other layers too")
@@ -285,23 +285,18 @@ class _Search(Flows):
                 yield _unmatched(self._name(place), flow.activation(node), reason)
 
     def _unmatched_modules(self) -> Iterator[UnmatchedActivation]:
+        norms = filter(recognition.is_norm, self.names)
+        parts = {child for holder in (*norms, *self.activations) for child in holder.children()}
+        # Called, or a part of a norm or of another activation.
+        seen = parts | self.calls.keys()
         for module, name in self.names.items():
             fused = _fused_activation(module)
             is_other_norm = recognition.is_norm(module) and not self.is_norm(module)
             if is_other_norm and fused is not None:
                 reason = f"its norm, {type(module).__name__}, is not one of those asked for"
                 yield _unmatched(f"{name}.act", fused, reason)
-            if module in self.activations and not self._is_seen(module):
+            if module in self.activations and module not in seen:
                 yield _unmatched(name, module, self.why_unseen(module))
-
-    def _is_seen(self, activation: nn.Module) -> bool:
-        """Whether an activation is called, or is a part of a norm or of another activation."""
-        return activation in self.calls or activation in self._parts
-
-    @cached_property
-    def _parts(self) -> set[nn.Module]:
-        norms = filter(recognition.is_norm, self.names)
-        return {child for holder in (*norms, *self.activations) for child in holder.children()}
 
     def uncovered(self, sites: dict[Place, Site]) -> dict[str, str]:
         """Why no site calls a norm asked for, by its name."""
@@ -401,15 +396,6 @@ def _call_in(code: CodeType | None, flow: Flow, norm_node: fx.Node) -> Place | N
     """The call that a function makes of a norm, or of a block that returns what the norm does."""
     calls = [flow.places[norm_node], *flow.returned.get(norm_node, [])]
     return next((call for call in calls if call.code == code), None)
-
-
-def _norm_called_in(code: CodeType | None, flow: Flow, activation: fx.Node) -> Any:
-    """The norm, or the block that returns its output, that a function calls before an
-    activation.
-    """
-    norm_node: Any = flow.norm_before(activation)
-    call: Any = _call_in(code, flow, norm_node)
-    return call.target
 
 
 def _fused_activation(norm: nn.Module) -> nn.Module | None:

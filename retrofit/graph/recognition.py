@@ -199,6 +199,9 @@ def is_leaf(module: nn.Module) -> bool:
     """Whether a trace shows a call of `module` as one node, beyond what fx itself decides for
     torch's modules.
     """
+    import timm.models  # noqa: F401  importing the models fills timm's register
+    from timm.layers import get_notrace_modules
+
     home = type(module).__module__
     is_operator = home.startswith("torchvision.ops") and not any(True for _ in module.children())
     # Operators (RoIAlign, DeformConv2d, ...), but not composites such as Conv2dNormActivation.
@@ -207,14 +210,7 @@ def is_leaf(module: nn.Module) -> bool:
     if is_norm(module) or is_drop(module) or is_plain_affine(module):
         return True
     # Hooks may change what passes.
-    return is_altered(module) or isinstance(module, _timm_leaves())
-
-
-def _timm_leaves() -> tuple[type[nn.Module], ...]:
-    import timm.models  # noqa: F401  importing the models fills timm's register
-    from timm.layers import get_notrace_modules
-
-    return tuple(get_notrace_modules())
+    return is_altered(module) or isinstance(module, tuple(get_notrace_modules()))
 
 
 def _module_class(target: Any) -> Any:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -47,24 +47,15 @@ def parse(text: str) -> ModelSource:
     name = deprecated.get(text) or text
     base = name.partition(".")[0]
     tagged = timm.models.get_arch_pretrained_cfgs(base)
-    is_untagged = name == base
-    if name in tagged or (is_untagged and _is_current(base, deprecated)):
+    # A name that timm means to keep.
+    is_current = timm.is_model(base) and base not in deprecated
+    if name in tagged or (name == base and is_current):
         return ModelSource("timm", name)
     if text in torchvision_names:
         return ModelSource("torchvision", text)
-    raise _unknown(text, _suggested_names(tagged))
-
-
-def _is_current(name: str, deprecated: Collection[str]) -> bool:
-    """Whether timm has a network under a name that it means to keep."""
-    return bool(timm.is_model(name)) and name not in deprecated
-
-
-def _suggested_names(tagged: Collection[str]) -> list[str]:
-    """Return the names that may be meant: those of one network with its tags, if any, or all."""
-    if tagged:
-        return [*tagged]
-    return timm.list_models() + [f"tv:{name}" for name in list_models()]
+    every = [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)]
+    # Those of one network with its tags, if it has any.
+    raise _unknown(text, [*tagged] or every)
 
 
 def split_prefix(text: str) -> tuple[str, str]:

@@ -102,18 +102,14 @@ def _refusal(status: os.stat_result, most: int | None) -> str:
 
 
 def ensure_readable(
-    path: str | Path,
-    noun: str = "file",
-    *,
-    most: int | None = None,
-    advice: str = "check the path",
+    path: str | Path, noun: str = "file", *, advice: str = "check the path"
 ) -> Path:
     """Check a file that the user names, as `open_file` does, for a library that opens it by path.
 
     Raises:
         RetrofitError: As for `open_file`.
     """
-    open_file(path, noun, most=most, advice=advice).close()
+    open_file(path, noun, advice=advice).close()
     return Path(path)
 
 

@@ -9,19 +9,16 @@ _PATIENCE = 5.0
 
 
 @contextmanager
-def announced_if_slow(task: str, seconds: float = _PATIENCE) -> Iterator[None]:
-    """Write one line to stderr if the body takes longer than some seconds; nothing where stderr is
+def announced_if_slow(task: str) -> Iterator[None]:
+    """Write one line to stderr if the body takes longer than five seconds; nothing where stderr is
     no terminal.
     """
     stream = sys.stderr
     if not stream.isatty():
         yield
         return
-
-    def announce() -> None:
-        print(f"{task}; large networks take minutes", file=stream, flush=True)
-
-    timer = Timer(seconds, announce)
+    line = f"{task}; large networks take minutes"
+    timer = Timer(_PATIENCE, print, [line], {"file": stream, "flush": True})
     timer.daemon = True
     timer.start()
     try:

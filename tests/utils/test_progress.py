@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from retrofit.utils.progress import announced_if_slow
+from retrofit.utils import progress
 
 
 class Terminal(io.StringIO):
@@ -22,7 +22,8 @@ def test_what_takes_long_is_said_once_on_a_terminal(
     stream: io.StringIO, patience: float, lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
-    with announced_if_slow("tracing", seconds=patience):
+    monkeypatch.setattr(progress, "_PATIENCE", patience)
+    with progress.announced_if_slow("tracing"):
         while lines and not stream.getvalue():
             time.sleep(0.001)
     assert stream.getvalue() == "tracing; large networks take minutes\n" * lines
