@@ -72,8 +72,8 @@ def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a value stands: the name of a global, a slot of an object, a cell of a closure.
+class Binding:
+    """What holds a value: the name of a global, a slot of an object, a cell of a closure.
 
     Attributes:
         look: Returns what stands there now, `ABSENT` if nothing does.
@@ -100,18 +100,18 @@ class Place:
         return restore
 
 
-def global_place(namespace: dict[str, Any], name: str) -> Place:
-    """Return the place of a global, which need not be there."""
-    return Place(
+def global_binding(namespace: dict[str, Any], name: str) -> Binding:
+    """Return the binding of a global, which need not be there."""
+    return Binding(
         functools.partial(namespace.get, name, ABSENT),
         functools.partial(namespace.__setitem__, name),
         functools.partial(namespace.pop, name),
     )
 
 
-def slot_place(value: Any, slot: Any) -> Place:
-    """Return the place that is a slot of an object, or a cell of a closure."""
-    return Place(
+def slot_binding(value: Any, slot: Any) -> Binding:
+    """Return the binding of a slot of an object, or of a cell of a closure."""
+    return Binding(
         functools.partial(_slot_content, slot, value),
         functools.partial(slot.__set__, value),
         functools.partial(slot.__delete__, value),

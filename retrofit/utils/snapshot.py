@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.utils import restorers
-from retrofit.utils.restorers import READERS, Place, Undo
+from retrofit.utils.restorers import READERS, Binding, Undo
 
 _ATOMS = (
     *(str, bytes, int, float, complex, type(None), ModuleType),
@@ -191,8 +191,8 @@ class Snapshot:
         restore_class = restorers.class_restorer(value)
         self._undo.append(restore_class)
         attributes = getattr(value, "__dict__", None)
-        places = [restorers.slot_place(value, slot) for slot in _slots_of(cls)]
-        return [cls, attributes, *map(self._remember_place, places)]
+        bindings = [restorers.slot_binding(value, slot) for slot in _slots_of(cls)]
+        return [cls, attributes, *map(self._remember_binding, bindings)]
 
     def _remember_class(self, cls: type) -> Iterable[Any]:
         if _home(cls) not in self._packages:
@@ -230,23 +230,23 @@ class Snapshot:
         # Some names are of attributes, some of globals that the code is about to make.
         held += self._remember_globals(variables, names)
         cells = [
-            restorers.slot_place(cell, CellType.cell_contents)
+            restorers.slot_binding(cell, CellType.cell_contents)
             for cell in function.__closure__ or ()
         ]
-        return [*held, *map(self._remember_place, cells)]
+        return [*held, *map(self._remember_binding, cells)]
 
     def _remember_globals(self, namespace: dict[str, Any], names: set[str]) -> list[Any]:
         remembered = self._globals[id(namespace)]
         new_names = names - remembered
         remembered |= new_names
-        places = [restorers.global_place(namespace, name) for name in new_names]
-        return [*map(self._remember_place, places)]
+        bindings = [restorers.global_binding(namespace, name) for name in new_names]
+        return [*map(self._remember_binding, bindings)]
 
-    def _remember_place(self, place: Place) -> Any:
+    def _remember_binding(self, binding: Binding) -> Any:
         """Remember and return what stands in no dict of an object."""
-        value = place.look()
-        self._note_cache(value, place.put)
-        self._undo.append(place.restorer())
+        value = binding.look()
+        self._note_cache(value, binding.put)
+        self._undo.append(binding.restorer())
         return value
 
     def _note_cache(self, value: Any, put: _Put) -> None:

@@ -17,7 +17,6 @@ from retrofit.utils.files import (
     acquire,
     atomic_folder,
     atomic_write,
-    ensure_readable,
     ensure_writable,
     open_file,
     read_text,
@@ -232,7 +231,7 @@ def test_an_exception_at_any_system_call_leaves_the_old_folder_or_the_new_one(
             path.rmdir()
 
 
-@pytest.mark.parametrize("opener", [open_file, ensure_readable, read_text])
+@pytest.mark.parametrize("opener", [open_file, read_text])
 def test_what_is_no_regular_file_is_refused_without_waiting(
     tmp_path: Path, opener: Callable[..., object]
 ) -> None:
