@@ -185,6 +185,17 @@ def test_recentred_is_the_same_at_strength_1_and_nearer_at_strength_0(groups: in
     assert (model(x) - after).square().mean() < 0.2 * far
 
 
+def test_a_compiled_part_is_recentred_with_the_rest() -> None:
+    """Compiled code calls no hooks that were added after its trace."""
+    model, reference = (nn.Sequential(net[:3], net[3:]) for net in (migrated(2), migrated(2)))
+    model[1].compile(backend="eager")
+    with torch.no_grad():
+        model.eval()(BATCHES[0])
+    assert retrofit.recentre(BATCHES, model) == retrofit.recentre(BATCHES, reference) == 2
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=1e-12)
+    torch.compiler.reset()
+
+
 def test_a_network_without_migrated_norms_needs_no_data() -> None:
     assert retrofit.recentre([], nn.Linear(2, 2)) == 0
     with pytest.raises(RetrofitError, match="the loader held no batch"):

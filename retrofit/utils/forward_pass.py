@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
@@ -142,12 +143,23 @@ def images_of(batches: Iterable[Any], name: str = "calibrate") -> Iterator[Tenso
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Register hooks, `layer.register_forward_hook(look) for layer in layers`, and remove them when
-    the body ends.
+    the body ends. Meanwhile, compiled modules run uncompiled.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, uncompiled():
         for handle in handles:
             stack.enter_context(handle)
         yield
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled modules as they are written: what torch.compile made of them calls no hooks that
+    were added later.
+    """
+    # Loaded with the first compiled module; to load it takes seconds.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager
@@ -194,15 +206,11 @@ def evaluating(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Evaluate a network, and leave it and the random states as they were; see `evaluating`.
-
-    Compiled modules run uncompiled: compiled code calls no hooks that were added after its trace.
+    """Evaluate a network, uncompiled, and leave it and the random states as they were; see
+    `evaluating`.
     """
-    eager: AbstractContextManager[Any] = nullcontext()
-    if any(map(_is_compiled, model.modules())):
-        eager = torch.compiler.set_stance("force_eager")
     states_kept = random_states_kept(device_of(model))
-    with eager, _no_fused_transformers(), states_kept, evaluating(model) as start_again:
+    with uncompiled(), _no_fused_transformers(), states_kept, evaluating(model) as start_again:
         yield start_again
 
 
@@ -241,10 +249,6 @@ def forked_random_state(device: torch.device) -> AbstractContextManager[Any]:
     if device.type in ("cpu", "meta"):
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device], device_type=device.type)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def standard_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
