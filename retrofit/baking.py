@@ -25,7 +25,7 @@ from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers import ProxyNorm, StrengthMixin
 from retrofit.layers.strength import refuse_partial_state
 from retrofit.layers.weight_standardization import WeightStandardization
-from retrofit.utils.forward_pass import evaluating, hooked, images_of, placement_of
+from retrofit.utils.forward_pass import hooked, images_of, placement_of
 from retrofit.utils.output_tensors import tensors_in
 from retrofit.utils.text import one_line, plural
 
@@ -37,8 +37,7 @@ _FEWEST = 4
 _TRIALS = 5
 # Share of the images that count as the worst
 _WORST = 0.01
-# Factor by which rounding may make the network itself differ more than its copy in the trial
-_ROUNDING = 1.001
+
 
 _Constants = dict[str, tuple[Tensor, Tensor]]
 """Weight and bias by layer."""
@@ -148,7 +147,7 @@ def bake(
     choices = _choices(trial, tolerance)
     stages = sorted((choice.stage for choice in choices), key=lambda stage: stage.threshold)
     best = _largest_within(choices, tolerance)
-    _bake_if_as_in_trial(model, trial, best, tolerance)
+    _bake_layers(model, best.constants)
     layers = []
     for name in trial.names:
         is_baked = name in best.constants
@@ -215,32 +214,6 @@ def _bake_layers(model: nn.Module, constants: _Constants) -> None:
         layer.bake(weight, bias)
 
 
-def _bake_if_as_in_trial(
-    model: nn.Module, trial: "_Trial", choice: _Choice, tolerance: float
-) -> None:
-    """Bake the layers of the network itself, if that changes it as it changed the copy: code that a
-    copy shares with it, a hook say, may read the layers' tensors in it alone.
-    """
-    layers = [model.get_submodule(name) for name in choice.constants]
-    tensors = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
-    before = [(tensor, tensor.clone()) for tensor in tensors]
-    try:
-        _bake_layers(model, choice.constants)
-        with evaluating(model):
-            outputs = _outputs_of(model, trial.check)
-        error = trial.judged(choice.stage.threshold, outputs, len(layers)).error
-        if not error <= _ROUNDING * tolerance:
-            raise RetrofitError(
-                f"the baked network's output changes by {error:.2g} of its standard deviation, in "
-                f"the trial by {choice.stage.error:.2g}: other code may read the tensors of its "
-                "layers; the model is left as it was"
-            )
-    except BaseException:
-        for tensor, values in before:
-            tensor.copy_(values)
-        raise
-
-
 class _Trial:
     """A copy of a network on which choices of layers are tried; `reasons` say which cannot be
     baked, and why.
@@ -262,10 +235,10 @@ class _Trial:
         judged = samples[1::2]
         self.names = list(layers)
         self.images = len(fitted), len(judged)
-        self.check = call.select(judged)
+        self._check = call.select(judged)
         self._fit = call.select(fitted.repeat(2))
         self._net = net
-        self._expected = _outputs_of(net, self.check)
+        self._expected = _outputs_of(net, self._check)
         self.reasons = _reasons(net, layers, call)
         self._layers: dict[str, Any] = {
             name: layer for name, layer in layers.items() if name not in self.reasons
@@ -305,15 +278,11 @@ class _Trial:
             self._net(*self._fit.args, **self._fit.kwargs)
         baked = copy.deepcopy(self._model)
         _bake_layers(baked, constants)
-        outputs = _outputs_of(baked, self.check)
-        return _Choice(self.judged(threshold, outputs, len(constants)), errors, constants)
+        return _Choice(self._judged(threshold, baked, len(constants)), errors, constants)
 
-    def judged(self, threshold: float, outputs: Sequence[Tensor], layers: int) -> Stage:
-        """Return how the outputs of a network with some layers baked differ from its own.
-
-        Raises:
-            RetrofitError: If the network's own outputs are alike for all images.
-        """
+    def _judged(self, threshold: float, baked: nn.Module, layers: int) -> Stage:
+        """Return how the outputs of a network with some layers baked differ from its own."""
+        outputs = _outputs_of(baked, self._check)
         changes = []
         for expected, answer in zip(self._expected, outputs, strict=True):
             variance = float((expected - expected.mean(0)).square().mean())
