@@ -8,9 +8,8 @@ import copy
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import quantiles
@@ -23,22 +22,19 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from retrofit.errors import RetrofitError
+from retrofit.evaluation import are_scores, layout_of
 from retrofit.record import check_size
 from retrofit.utils.forward_pass import autocast, memory_advice, standard_normal
 from retrofit.utils.onnx_runtimes import Runtime, metadata, open_onnx
 
 Mode = Literal["eval", "train"]
-_MODES: dict[str, tuple[Mode, ...]] = {
-    "both": ("eval", "train"),
-    "eval": ("eval",),
-    "train": ("train",),
-}
 # Called as progress(turns done, in all, what is measured).
 Progress = Callable[[int, int, str], None]
 Step = Callable[[], object]
 
 # Runs of a file that are not timed.
 _WARM = 3
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Setting:
     batch_size: int = 16
     # Timed turns of each network in each mode, after two that are not timed.
     rounds: int = 15
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = _CPU
     # Data type of mixed precision; None for none.
     amp: torch.dtype | None = None
     channels_last: bool = False
@@ -108,7 +104,8 @@ def measure(
             not fit into the memory.
     """
     costs: list[Cost] = []
-    for one in _MODES[mode]:
+    modes: list[Any] = ["eval", "train"] if mode == "both" else [mode]
+    for one in modes:
         with memory_advice(setting.batch_size):
             steps = {
                 name: _step(network, size, one, setting)
@@ -177,20 +174,15 @@ def measure_files(
         RetrofitError: If it does not take a file, a file does not say which images it takes, or
             the batches do not fit into the memory.
     """
-    cpu = torch.device("cpu")
-    steps = {}
-    sizes = {}
     with memory_advice(batch_size):
-        for name, path in files.items():
-            step = _file_step(path, runtime, batch_size, threads)
-            steps[name] = step
+        steps = {
+            name: _file_step(path, runtime, batch_size, threads) for name, path in files.items()
+        }
         for step in steps.values():
             for _ in range(_WARM):
                 step()
-        times = _in_turns(steps, rounds, cpu, progress, runtime)
-    for name, path in files.items():
-        status = path.stat()
-        sizes[name] = status.st_size
+        times = _in_turns(steps, rounds, _CPU, progress, runtime)
+    sizes = {name: path.stat().st_size for name, path in files.items()}
     return _costs("eval", times, sizes)
 
 
@@ -217,16 +209,12 @@ def _in_turns(
     what: str,
 ) -> dict[str, list[float]]:
     """Return the seconds of each step in every turn."""
-    times: dict[str, list[float]] = {}
-    for name in steps:
-        times[name] = []
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(1, rounds + 1):
         for name, step in steps.items():
             start = _now(device)
             step()
-            end = _now(device)
-            seconds = end - start
-            times[name].append(seconds)
+            times[name].append(_now(device) - start)
         if progress is not None:
             progress(turn, rounds, what)
     return times
@@ -234,9 +222,7 @@ def _in_turns(
 
 def _step(network: nn.Module, size: tuple[int, int, int], mode: Mode, setting: Setting) -> Step:
     """Return what runs one batch of seeded images through a copy of the network."""
-    layout: Any = torch.contiguous_format
-    if setting.channels_last:
-        layout = torch.channels_last
+    layout = layout_of(setting.channels_last)
     model = copy.deepcopy(network).to(setting.device).to(memory_format=layout)
     model.train(mode == "train")
     shape = (setting.batch_size, *size)
@@ -270,7 +256,7 @@ def _train(
     # In training, some networks give scores of auxiliary heads too.
     if isinstance(answer, list | tuple):
         scores = answer[0]
-    if not isinstance(scores, Tensor) or scores.ndim != 2:
+    if not are_scores(scores):
         raise RetrofitError(
             "a network gives no class scores to train on; measure it with `mode='eval'`"
         )
@@ -304,7 +290,9 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
         work()
         most = torch.cuda.max_memory_allocated(device)
         return most - before
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    # Above all levels of the profiler's native code, which logs to stderr when it begins and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     events: Any = recorded.profiler.kineto_results.events()
     in_order = sorted(events, key=lambda event: event.start_ns())
@@ -315,14 +303,3 @@ def peak_memory(work: Callable[[], Any], device: torch.device) -> int:
             alive += event.nbytes()
             peak = max(peak, alive)
     return peak
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep the profiler's native code from writing its log to stderr."""
-    with open(os.devnull, "w") as nowhere, os.fdopen(os.dup(2), "w") as kept:
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept.fileno(), 2)

@@ -205,13 +205,18 @@ def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
     return predicted
 
 
+def are_scores(output: Any) -> bool:
+    """Whether a model's output is class scores, (N, classes)."""
+    return isinstance(output, Tensor) and output.ndim == 2
+
+
 def class_scores(output: Any, outputs_needed: int | None = None) -> Tensor:
     """Return the class scores (N, classes) in a model's output, in float32.
 
     Raises:
         RetrofitError: If the output holds none, or fewer than `outputs_needed`.
     """
-    if not isinstance(output, Tensor) or output.ndim != 2:
+    if not are_scores(output):
         raise RetrofitError(
             f"the model gives no class scores (its output: {shape_or_class(output)}); use an image "
             "classifier with a single output"
@@ -223,7 +228,8 @@ def class_scores(output: Any, outputs_needed: int | None = None) -> Tensor:
             f"{plural(outputs, 'score')}; use the model's own data, a `class_map`, "
             "or `num_classes` with a matching checkpoint"
         )
-    return output.float()
+    scores: Tensor = output.float()
+    return scores
 
 
 class ExportedNetwork(nn.Module):

@@ -30,6 +30,7 @@ from retrofit.diagnose.perturbations import (
     under_attack,
 )
 from retrofit.errors import RetrofitError
+from retrofit.evaluation import are_scores
 from retrofit.graph.norm_sites import find_sites
 from retrofit.images.dataset import ImageData
 from retrofit.images.samples import evenly_spread, sample_loader
@@ -120,14 +121,10 @@ def labelled_batches(network: Network, data: ImageData, images: int, batch_size:
     with evaluating(network.model):
         scores = network.model(pixels.to(device_of(network.model)))
     classes = None
-    if _are_scores(scores):
+    if are_scores(scores):
         classes = scores.shape[1]
     labelled = data.classes is not None and not data.doubt(classes, network.labels)
     return sample_loader(data, network.preprocess, images, batch_size, labelled)
-
-
-def _are_scores(answer: Any) -> bool:
-    return isinstance(answer, Tensor) and answer.ndim == 2
 
 
 def diagnose(
@@ -270,7 +267,7 @@ def _observe(
         for pixels, _ in batches:
             images += len(pixels)
             scores = model(pixels)
-            if not _are_scores(scores):
+            if not are_scores(scores):
                 continue
             if not scores.isfinite().all():
                 raise RetrofitError(
