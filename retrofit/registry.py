@@ -151,14 +151,6 @@ def register_target(
     return target
 
 
-def unregister_target(name: str) -> None:
-    """Remove a target, and the options that no other target has."""
-    target = TARGETS.pop(name)
-    for option in target.options:
-        if not targets_of(option):
-            del OPTIONS[option]
-
-
 def targets_of(option: str) -> tuple[str, ...]:
     """Return the names of the targets that an option means something to."""
     return tuple(name for name, target in TARGETS.items() if option in target.options)

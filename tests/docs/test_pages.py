@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import sklearn.datasets
@@ -25,7 +26,7 @@ from torchvision.models.detection import fasterrcnn_resnet50_fpn_v2
 import retrofit
 from retrofit.cli import COMMANDS, main
 from retrofit.errors import RetrofitError
-from retrofit.registry import unregister_target
+from retrofit.registry import OPTIONS, TARGETS
 from tests.conftest import command_line
 from tests.networks.conftest import built
 from tests.pictures import write_folder, write_tar
@@ -172,11 +173,11 @@ def test_readme_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
 def target() -> Iterator[str]:
     names: dict[str, Any] = {"__name__": "mean_only"}
     layer, its_map = blocks(OWN_TARGET)
-    exec(layer, names)
-    exec(its_map, names)
-    names["MeanOnlyBatchNorm"].channel_map = names["channel_map"]
-    yield "mean-only"
-    unregister_target("mean-only")
+    with patch.dict(TARGETS), patch.dict(OPTIONS):
+        exec(layer, names)
+        exec(its_map, names)
+        names["MeanOnlyBatchNorm"].channel_map = names["channel_map"]
+        yield "mean-only"
 
 
 @pytest.mark.parametrize(
