@@ -24,8 +24,7 @@ _SUFFIXES = (
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 # First bytes of gzip, bzip2, xz and zstd files.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-# Folders below the root: far more than data has, far fewer than Python's recursion limit.
-_DEEPEST_FOLDER = 100
+
 ADVICE = "give a folder or tar with a folder per class"
 
 # Offset and size in a file.
@@ -176,10 +175,7 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
         folders.sort()
         current = Path(folder)
         path = current.relative_to(root)
-        if len(path.parts) > _DEEPEST_FOLDER:
-            raise RetrofitError(
-                f"{root} has more than {_DEEPEST_FOLDER} folders inside one another; {ADVICE}"
-            )
+
         status = os.stat(folder)
         identity = status.st_dev, status.st_ino
         first = first_paths.setdefault(identity, path)
@@ -191,10 +187,7 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
                 f"{first} and {path} in {root} are the same folder and would count twice; remove "
                 f"one"
             )
-        names = []
-        for name in files:
-            if _is_image(name):
-                names.append(str(path / name))
+        names = [str(path / name) for name in files if _is_image(name)]
         images += names
         is_bare = not names and not folders
         if is_bare and path != Path():
