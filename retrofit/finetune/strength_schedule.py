@@ -1,7 +1,6 @@
 """The walk itself: how strength and noise of converted layers change from step to step."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -144,14 +143,15 @@ class StrengthSchedule:
             UsageError: If `state` is of a network with another number of layers, or of no schedule;
                 nothing is changed in that case.
         """
-        if not _is_state(state, len(self._layers)):
+        starts = state.get("starts", ())
+        if "steps" not in state or len(starts) != len(self._layers):
             layers = plural(len(self._layers), "layer")
             raise UsageError(
                 f"`state` is not that of a StrengthSchedule of {layers}; "
                 "pass what `state_dict` of the schedule of the same network returned"
             )
         self._steps = state["steps"]
-        self._starts = list(state["starts"])
+        self._starts = list(starts)
         self._set(again=True)
 
     def _set(self, again: bool = False) -> None:
@@ -196,19 +196,6 @@ class StrengthSchedule:
             return 0.0
         stage = math.ceil(_share(since, self._noise_ramp) * NOISE_STAGES)
         return most * stage / NOISE_STAGES
-
-
-def _is_state(state: Any, layers: int) -> bool:
-    """Whether `state` is that of a schedule of so many layers."""
-    if not isinstance(state, Mapping):
-        return False
-    steps = state.get("steps")
-    starts = state.get("starts")
-    if not isinstance(steps, int) or steps < 0:
-        return False
-    if not isinstance(starts, Sequence) or len(starts) != layers:
-        return False
-    return all(isinstance(start, float | int) and 0 <= start <= 1 for start in starts)
 
 
 def _share(done: float, ramp: float) -> float:
