@@ -6,7 +6,7 @@ alone: not on the number of workers or processes, and not on whether the run was
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from timm.data import create_transform
 from timm.data.loader import PrefetchLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, default_collate
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
@@ -26,8 +26,6 @@ from retrofit.utils.text import one_line, shortlist
 
 # Epoch, and number of the image.
 Key = tuple[int, int]
-Sample = tuple[Tensor, int]
-CPU = torch.device("cpu")
 
 
 class Augmented(ImageSubset):
@@ -40,7 +38,7 @@ class Augmented(ImageSubset):
         super().__init__(images, transform=transform)
         self._seed = seed
 
-    def __getitem__(self, key: Any) -> Sample:
+    def __getitem__(self, key: Any) -> tuple[Tensor, int]:
         epoch, number = key
         seed_generators(self._seed, epoch, number)
         return super().__getitem__(number)
@@ -112,7 +110,7 @@ class Batches:
         preprocess: Preprocess,
         rank: int,
         world: int,
-        device: torch.device = CPU,
+        device: torch.device,
     ) -> None:
         count = len(images)
         batch_size = min(recipe.batch_size, count // world)
@@ -134,7 +132,6 @@ class Batches:
             worker_init_fn=heed_no_signals,
             persistent_workers=recipe.workers > 0,
             pin_memory=device.type == "cuda",
-            collate_fn=_channels_last_batch if recipe.channels_last else default_collate,
         )
         # It copies a batch to the device, and normalizes it there, while the one before is used.
         self._loader = PrefetchLoader(
@@ -184,16 +181,6 @@ class _HostBatches(DataLoader[Any]):
         for images, targets in super().__iter__():
             self.unreadable += replace_unreadable(images, targets, self.dataset)
             yield images, targets
-
-
-def _channels_last_batch(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Return images as (N, C, H, W) in the channels-last memory format, and targets as (N,).
-
-    An image in bytes is a view, (C, H, W), of pixels in that format already.
-    """
-    pixels = torch.stack([image.movedim(0, -1) for image, _ in samples])
-    targets = torch.tensor([target for _, target in samples])
-    return pixels.movedim(-1, 1), targets
 
 
 def replace_unreadable(images: Tensor, targets: Tensor, dataset: Any) -> list[str]:
