@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,23 +17,20 @@ _NEAR = 0.95
 _SAME = 0.05
 
 
+@dataclass
 class ChanceWatch:
-    """Warns once, after warm-up, that a run learns nothing, and says why.
+    """Warns once, after warm-up, that a run learns nothing, and says why."""
 
-    Args:
-        recipe: The settings of the run.
-        steps: The optimizer steps of the run.
-        classes: The number of classes; None if it is unknown.
-        untrained: Whether the run began with random weights.
-    """
-
-    def __init__(self, recipe: Recipe, steps: int, classes: int | None, untrained: bool) -> None:
-        self._recipe = recipe
-        self._steps = steps
-        self._classes = classes
-        self._untrained = untrained
-        self._in_a_row = 0
-        self._has_warned = False
+    # The settings of the run.
+    recipe: Recipe
+    # The optimizer steps of the run.
+    steps: int
+    # The number of classes; None if it is unknown.
+    classes: int | None
+    # Whether the run began with random weights.
+    untrained: bool
+    _in_a_row: int = 0
+    _has_warned: bool = False
 
     def warning(
         self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]
@@ -45,8 +43,8 @@ class ChanceWatch:
             model: The network.
             few: Gives some images, (N, C, H, W), if asked.
         """
-        recipe = self._recipe
-        classes = self._classes
+        recipe = self.recipe
+        classes = self.classes
         epoch = row["epoch"]
         top1 = row["val_top1"]
         loss = row["val_loss"]
@@ -65,7 +63,7 @@ class ChanceWatch:
             return None
         self._has_warned = True
         collapsed = any(all_alike(model, some) for some in few)
-        why = explanation(recipe, self._steps, collapsed, self._untrained)
+        why = explanation(recipe, self.steps, collapsed, self.untrained)
         figures = f"top-1 {top1:.1f}% of {classes} classes, loss {loss:.2f}"
         return (
             f"warning: after epoch {epoch} the network does no better than guessing "

@@ -4,14 +4,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from retrofit.layers import FrozenBatchNorm, StrengthMixin
+from retrofit.layers.norm_classes import NORMS
 from retrofit.utils.forward_pass import hooked
 
 Fault = Literal["loss", "gradient", "state"]
-
-_NORMS = (StrengthMixin, FrozenBatchNorm, _NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
 def not_finite(model: nn.Module) -> str | None:
@@ -62,6 +59,6 @@ def _diverged_modules(model: nn.Module, images: Tensor) -> list[nn.Module]:
 
 def _rank(module: nn.Module) -> int:
     """Return 0 for a normalization layer, 1 for another layer, 2 for what holds layers."""
-    if isinstance(module, _NORMS):
+    if isinstance(module, NORMS):
         return 0
     return 1 + any(True for _ in module.children())

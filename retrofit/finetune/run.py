@@ -87,7 +87,7 @@ def _train(run: "Run", stop: Callable[[], bool]) -> Position:
         stopped = run.train_epoch(stop)
         if run.is_epoch_end:
             run.end_epoch()
-        run.checkpoint()
+        run.save_state(run.folder)
     return run.end()
 
 
@@ -106,7 +106,7 @@ class Run(PreparedRun):
                 # Its saving proves that the network can be built again.
                 start = folder / run_state.START
                 self._write_artifact(self.model, start, self.network.weights, proved=False)
-            self._save_state(folder)
+            self.save_state(folder)
         self.callback.started(self.folder)
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -129,11 +129,8 @@ class Run(PreparedRun):
         self.position = Position(**state["positions"][rank])
         self.callback.note(f"resumed at step {self.position.step} of {self.position.steps}")
 
-    def checkpoint(self) -> None:
-        """Write the state of all processes."""
-        self._save_state(self.folder)
-
-    def _save_state(self, folder: Path) -> None:
+    def save_state(self, folder: Path) -> None:
+        """Write the state of all processes into the run's folder, or what is to become of it."""
         # Each process has losses and unreadable images of its own.
         positions = gather_object([asdict(self.position)])
         if not self.accelerator.is_main_process:
@@ -166,6 +163,8 @@ class Run(PreparedRun):
         position = self.position
         epoch, steps_done = divmod(position.step, self.epoch_steps)
         first_batch = steps_done * self.recipe.grad_accum_steps
+        # By default, at the end of an epoch alone, which leaves the loop
+        checkpoint_every = self.recipe.checkpoint_every or self.epoch_steps
         batches = self.batches.epoch(epoch, first_batch)
         self.gate.start(position.loss_sum)
         self.model.train()
@@ -179,12 +178,12 @@ class Run(PreparedRun):
             is_asked = stop()
             stopping = self._any_process(is_asked)
             leaving = stopping or self.is_epoch_end
-            saving = self._is_checkpoint_due()
+            saving = position.step % checkpoint_every == 0
             self._judge_steps(every=leaving or saving)
             if leaving:
                 return stopping
             if saving:
-                self.checkpoint()
+                self.save_state(self.folder)
         return False
 
     def _train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
@@ -237,10 +236,6 @@ class Run(PreparedRun):
         if self.accelerator.num_processes == 1:
             return asked
         return summed([asked], self.accelerator)[0] > 0
-
-    def _is_checkpoint_due(self) -> bool:
-        every = self.recipe.checkpoint_every
-        return every > 0 and self.position.step % every == 0
 
     def _list_unreadable(self, names: Iterable[str], then: str) -> None:
         for name in names:

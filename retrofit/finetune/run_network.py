@@ -108,8 +108,12 @@ def fit_network(
     present = scores_of(network)
     class_names = images.names
     outputs = recipe.num_classes or len(class_names or ()) or present
-    if recipe.labelled:
-        _refuse_fewer_outputs(outputs, images.train.outputs)
+    needed = images.train.outputs or 0
+    if recipe.labelled and needed > outputs:
+        raise UsageError(
+            f"the data needs {plural(needed, 'output')}, one for each class; "
+            f"give `num_classes={needed}` or leave it out"
+        )
     new_tensors: tuple[str, ...] = ()
     if outputs != present:
         if recipe.teacher == "source":
@@ -243,12 +247,3 @@ def source_network(network: Network, resumed: bool = False) -> nn.Module:
     source = copy.deepcopy(network.model)
     surgery.set_strength(source, 0.0)
     return source.eval().requires_grad_(False)
-
-
-def _refuse_fewer_outputs(outputs: int, needed: int | None) -> None:
-    """Raise UsageError if the data has more classes; None where it does not say."""
-    if needed is not None and needed > outputs:
-        raise UsageError(
-            f"the data needs {plural(needed, 'output')}, one for each class; "
-            f"give `num_classes={needed}` or leave it out"
-        )
