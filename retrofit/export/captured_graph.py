@@ -33,8 +33,7 @@ LINEAR = {ATEN.linear.default, *_TRANSPOSED, *_CONVOLUTIONS}
 class AffineMap(nn.Module):
     """scale * x + shift along a dimension, 1 or the last: a node of a graph that is being folded.
 
-    `layers` are the normalization layers that it is a part of; `is_norm` says whether it may be
-    written as a batch normalization.
+    `layers` are the normalization layers that it is a part of.
     """
 
     def __init__(
@@ -43,7 +42,6 @@ class AffineMap(nn.Module):
         shift: Tensor,
         dim: int = 1,
         layers: frozenset[str] = frozenset(),
-        is_norm: bool = False,
     ) -> None:
         """Keep (C,) constants in float64."""
         super().__init__()
@@ -51,7 +49,6 @@ class AffineMap(nn.Module):
         self.shift = shift
         self.dim = dim
         self.layers = layers
-        self.is_norm = is_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the map in float64."""
@@ -66,7 +63,6 @@ class AffineMap(nn.Module):
             shift=other.scale * self.shift + other.shift,
             dim=self.dim,
             layers=self.layers | other.layers,
-            is_norm=self.is_norm or other.is_norm,
         )
 
     @property
@@ -75,10 +71,12 @@ class AffineMap(nn.Module):
         return bool((self.scale == 1).all() and (self.shift == 0).all())
 
     def lowered(self) -> nn.Module:
-        """Return float32 operations of the same function."""
-        if self.is_norm and self.dim == 1:
+        """Return float32 operations of the same function: along dimension 1 a batch normalization,
+        one operation, which ONNX Runtime keeps in the layout of its convolutions.
+        """
+        if self.dim == 1:
             return ConstantNorm(torch.zeros_like(self.shift), self.scale, self.shift)
-        return ChannelAffine(self.scale, self.shift, last=self.dim != 1)
+        return ChannelAffine(self.scale, self.shift, last=True)
 
 
 class CapturedGraph:
@@ -167,7 +165,7 @@ class CapturedGraph:
         that, else a new one.
         """
         value = value.float()
-        if replaced is not None and self._is_own_constant(replaced):
+        if replaced is not None and replaced.op == "get_attr" and self._has_one_reader(replaced):
             constant = self._constants[replaced]
             constant.data = value
             return replaced
@@ -184,10 +182,6 @@ class CapturedGraph:
         names = (f"{prefix}_{number}" for number in count(1))
         return next(name for name in names if not hasattr(self.module, name))
 
-    def _is_own_constant(self, node: Node) -> bool:
-        """Return whether a node is a constant that one node alone uses."""
-        return node.op == "get_attr" and self._has_one_reader(node)
-
     def _has_one_reader(self, node: Node) -> bool:
         """Return whether one node alone uses a constant."""
         return len(node.users) == 1 and node not in self._tied
@@ -201,13 +195,9 @@ def _constants_of(module: fx.GraphModule) -> dict[Node, Any]:
         if node.op == "get_attr" and node not in written:
             values[node] = value_of(module, node)
         elif _is_pure(node) and values.keys() >= set(node.all_input_nodes):
-            values[node] = _call(node, values)
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
     return values
-
-
-def _call(node: Node, values: dict[Node, Any]) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _tied_of(module: fx.GraphModule) -> set[Node]:

@@ -37,12 +37,17 @@ def fold_program(program: Program, fits: Mapping[Node, Replacement]) -> None:
     replace_power_transforms(graph, fits)
     for fold_pass in PASSES:
         fold_pass(graph)
-    graph.graph.eliminate_dead_code(_must_stay)
+    _remove_unused(graph)
     program.module = refusing_other_calls(graph.module, program.call)
 
 
-def _must_stay(node: Node) -> bool:
-    return node.op not in ("get_attr", "call_function") or node.is_impure()
+def _remove_unused(graph: CapturedGraph) -> None:
+    """Remove what nothing uses, but for inputs, checks and what writes to a tensor."""
+
+    def must_stay(node: Node) -> bool:
+        return node.op not in ("get_attr", "call_function") or node.is_impure()
+
+    graph.graph.eliminate_dead_code(must_stay)
 
 
 def replace_power_transforms(graph: CapturedGraph, fits: Mapping[Node, Replacement]) -> None:
@@ -52,13 +57,11 @@ def replace_power_transforms(graph: CapturedGraph, fits: Mapping[Node, Replaceme
         replacement = fits.get(node) or transform.exact_form()
         name = layer_of(node)
         scale = transform.sign * replacement.scale
-        before = AffineMap(scale, replacement.shift, 1, frozenset([name]), is_norm=True)
+        before = AffineMap(scale, replacement.shift, 1, frozenset([name]))
         x: Any = node.args[0]
         for part in (before, *replacement.parts):
             x = graph.insert(node, x, part)
-        if replacement.after is not None:
-            after = AffineMap(replacement.after, torch.zeros_like(replacement.after))
-            x = graph.insert(node, x, after)
+
         if graph.layers.get(name) != "frozen":
             graph.layers[name] = replacement.form
         if replacement.has_activation and transform.relu is not None:
@@ -74,11 +77,7 @@ def recognize_affine_maps(graph: CapturedGraph) -> None:
         # A constant stays as it is: others may have been computed from it
         if graph.constant(node) is not None:
             continue
-        norm = _norm_before(node)
-        if norm is None:
-            recognized = _arithmetic(graph, node)
-        else:
-            recognized = _batch_norm(graph, norm)
+        recognized = _batch_norm(graph, node) or _arithmetic(graph, node)
         if recognized is None:
             continue
         x, affine = recognized
@@ -86,22 +85,19 @@ def recognize_affine_maps(graph: CapturedGraph) -> None:
         if name in graph.batch_norms:
             graph.layers.setdefault(name, "affine")
         graph.replace(node, graph.insert(node, x, affine))
-        if norm is not None and not norm.users:
-            graph.graph.erase_node(norm)
+    # A normalization of which nothing is left would count as a user of its input
+    _remove_unused(graph)
 
 
-def _norm_before(node: Node) -> Node | None:
-    """Return the batch normalization in evaluation whose output, not statistics, a node takes."""
-    if node.target is not operator.getitem or node.args[1] != 0:
+def _batch_norm(graph: CapturedGraph, output: Node) -> tuple[Any, AffineMap] | None:
+    """Return the input and the map of evaluation's batch normalization, by the node that takes its
+    output, and not its statistics.
+    """
+    if output.target is not operator.getitem or output.args[1] != 0:
         return None
-    norm = node.args[0]
-    if isinstance(norm, Node) and norm.target is _NORM:
-        return norm
-    return None
-
-
-def _batch_norm(graph: CapturedGraph, norm: Node) -> tuple[Any, AffineMap] | None:
-    """Return the input and the map of evaluation's batch normalization."""
+    norm: Any = output.args[0]
+    if norm.target is not _NORM:
+        return None
     values = arguments(norm)
     given = [values[name] for name in ("running_mean", "running_var", "weight", "bias")]
     constants: list[Any] = list(map(graph.constant, given))
@@ -112,7 +108,7 @@ def _batch_norm(graph: CapturedGraph, norm: Node) -> tuple[Any, AffineMap] | Non
     constant_map = ChannelMap.of(mean, var, values["eps"], weight, bias)
     scale, shift = constant_map.affine()
     layers = frozenset([layer_of(norm)])
-    return values["input"], AffineMap(scale, shift, 1, layers, is_norm=True)
+    return values["input"], AffineMap(scale, shift, 1, layers)
 
 
 def _arithmetic(graph: CapturedGraph, node: Node) -> tuple[Any, AffineMap] | None:
@@ -148,7 +144,8 @@ def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
     """Return the dimension, 1 or the last, along which a float32 constant varies in an operation on
     `x`; None if it varies along another, or along several or none.
     """
-    if not _are_float32_and_alike(value, x, result):
+    dtypes = {x.meta["val"].dtype, result.meta["val"].dtype, value.dtype}
+    if dtypes != {torch.float32} or shape_of(x) != shape_of(result):
         return None
     rank = len(shape_of(x))
     sizes = enumerate(value.shape, rank - value.ndim)
@@ -156,12 +153,6 @@ def _channel_dim_of(value: Tensor, x: Node, result: Node) -> int | None:
     if dims in ([1], [rank - 1]):
         return dims[0]
     return None
-
-
-def _are_float32_and_alike(value: Tensor, x: Node, result: Node) -> bool:
-    """Return whether all are float32, and the result has the shape of x."""
-    dtypes = {x.meta["val"].dtype, result.meta["val"].dtype, value.dtype}
-    return dtypes == {torch.float32} and shape_of(x) == shape_of(result)
 
 
 def merge_adjacent_maps(graph: CapturedGraph) -> None:
@@ -233,8 +224,8 @@ def _point_matrix(graph: CapturedGraph, node: Node) -> LinearMap | None:
 
 
 def fold_into_consumers(graph: CapturedGraph) -> None:
-    """Fold an affine map into the layer that alone takes its output; only the scale, if the layer
-    pads with zeros.
+    """Fold an affine map into the layer that alone takes its output, unless zeros that the layer
+    pads with would have to be shifted too.
     """
     for node, affine in reversed(graph.affine_maps()):
         users = users_of(node)
@@ -250,13 +241,6 @@ def fold_into_consumers(graph: CapturedGraph) -> None:
         if not layer.pads_zeros or not affine.shift.any():
             graph.set_linear(consumer, layer.after(affine.scale, affine.shift))
             graph.replace(node, node.args[0])
-        # scale * x + shift = scale * (x + shift / scale). A batch normalization stays whole: the shift
-        # alone would cost as much.
-        elif not affine.is_norm and bool((affine.scale > 0).all()):
-            ones = torch.ones_like(affine.scale)
-            shift = affine.shift / affine.scale
-            graph.set_linear(consumer, layer.after(affine.scale, torch.zeros_like(shift)))
-            graph.set_module(node, AffineMap(ones, shift, affine.dim, affine.layers))
 
 
 def lower_affine_maps(graph: CapturedGraph) -> None:

@@ -14,7 +14,6 @@ import retrofit
 from retrofit.compare import Reference
 from retrofit.comparison import TOLERANCE
 from retrofit.errors import UsageError
-from retrofit.export.capture import Program
 from retrofit.export.checked_fold import REPORT_IT, FoldedNetwork, checked_fold
 from retrofit.export.onnx_file import OPSETS, Check, to_onnx, written
 from retrofit.export.other_sizes import at_other_sizes, refuse_other_functions
@@ -137,6 +136,7 @@ def export_onnx(
     }
     onnx.helper.set_model_props(proto, _as_texts(metadata))
     report_file = nullcontext() if report is None else atomic_write(report, force)
+    operators = Counter(sorted(node.op_type for node in proto.graph.node))
     # The model gets its name first
     with report_file as report_draft, written(proto, file, force, checks) as (parity, size):
         result = ExportReport(
@@ -148,7 +148,7 @@ def export_onnx(
             bytes=size,
             parity=parity,
             judged_on=request.judged_on,
-            nodes=_node_counts(proto),
+            nodes=dict(operators.most_common()),
             preprocess=preprocess,
             labels=None if labels is None else len(labels),
             layers=folded.layers,
@@ -171,33 +171,20 @@ def _onnx_model(
             if isinstance(part, Polynomial):
                 part.to_convolutions()
     proto, exported = to_onnx(program, opset)
-    if request.precision != "float32":
-        narrow, check = narrowed(request, proto, exported)
-        return narrow, [*_check_of_sizes(request, program, check.reference.tolerance), check]
-    checks = _check_of_sizes(request, program)
-    if request.approximates:
-        reference = Reference(network, request.calls)
-        of_approximation = Check(reference, REPORT_IT)
-        checks.append(of_approximation)
+    checks = []
+    tolerance = TOLERANCE
     # The last comparison is the one that is reported
-    of_whole = Check(folded.reference, REPORT_IT)
-    checks.append(of_whole)
-    return proto, checks
-
-
-def _check_of_sizes(
-    request: Request, program: Program, tolerance: float = TOLERANCE
-) -> list[Check]:
-    """Return the check of a file whose height and width may vary."""
-    if not request.dynamic_size:
-        return []
-    reference = at_other_sizes(request, program, tolerance)
-    return [Check(reference, "leave out `dynamic_size`")]
-
-
-def _node_counts(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return the number of nodes of each operator, the most frequent first."""
-    return dict(Counter(sorted(node.op_type for node in proto.graph.node)).most_common())
+    last = Check(folded.reference, REPORT_IT)
+    if request.precision != "float32":
+        proto, last = narrowed(request, proto, exported)
+        tolerance = last.reference.tolerance
+    if request.dynamic_size:
+        reference = at_other_sizes(request, program, tolerance)
+        checks.append(Check(reference, "leave out `dynamic_size`"))
+    if request.approximates and request.precision == "float32":
+        reference = Reference(network, request.calls)
+        checks.append(Check(reference, REPORT_IT))
+    return proto, [*checks, last]
 
 
 def _labels_of(record: Record, proto: onnx.ModelProto) -> list[str] | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from retrofit.compare import Reference
 from retrofit.comparison import ComparisonError
@@ -85,7 +86,8 @@ def _trials(request: Request, program: Program) -> dict[str, list[Call]]:
     for call in _other_calls(request):
         shapes = call.to(torch.device("meta"), torch.float32)
         if _SAYS_CONDITIONS:
-            condition = unmet_condition(program.module, shapes)
+            values = tree_leaves((shapes.args, dict(shapes.kwargs)))
+            condition = unmet_condition(program.module, values)
         else:
             condition = f"not {', '.join(str(tuple(tensor.shape)) for tensor in shapes.tensors)}"
         if not condition:

@@ -6,7 +6,6 @@ approximation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -33,12 +32,11 @@ class Replacement:
     """A function of sign * h that takes the place of a transform: its exact form, or an
     approximation fitted to it.
 
-    It is scale * h + shift, then the modules in `parts`; in the exact form of one branch, then a
-    product with `after`, which may go into the layer that follows. Constants are (C,) in float64.
-    Errors are shares of the standard deviation of the layer's output.
+    It is scale * h + shift, then the modules in `parts`. Constants are (C,) in float64. Errors are
+    shares of the standard deviation of the layer's output.
     """
 
-    # "affine", "polynomial", "one branch" or "two branches"
+    # "affine", "polynomial" or "two branches"
     form: str
     # 0 for the transform itself
     degree: int
@@ -51,10 +49,9 @@ class Replacement:
     max_error: float = 0.0
     # Root mean square, on guessed values too
     rms_error: float = 0.0
-    after: Tensor | None = None
 
     def module(self, sign: Tensor | float = 1.0) -> nn.Module:
-        """Return an approximation, which has no `after`, as a function of h, (N, C, *)."""
+        """Return it as a function of h, (N, C, *)."""
         scale = sign * self.scale
         norm = inference_forms.ConstantNorm(torch.zeros_like(scale), scale, self.shift)
         return nn.Sequential(norm, *self.parts)
@@ -98,51 +95,9 @@ class Transform:
         )
 
     def exact_form(self) -> Replacement:
-        """Return the transform itself: one branch, which includes the ReLU behind it, if the ReLU
-        hides the negative branch; else two branches.
-        """
-        # A frozen estimate is one number for all channels
-        if self.high is None or self.lmbda.numel() == 1 or bool((self.beta > 0).any()):
-            return self._two_branches()
-        return self._one_branch(self.high)
-
-    def _two_branches(self) -> Replacement:
+        """Return the transform itself."""
         form = inference_forms.TwoBranch(self.lmbda, self.gamma, self.beta)
         return Replacement("two branches", 0, torch.ones_like(self.sign), 0 * self.sign, [form])
-
-    def _one_branch(self, high: float) -> Replacement:
-        root = self._log_of_root()
-        is_live = (self.gamma > 0) & root.isfinite() & root.exp().isfinite()
-        reciprocal = torch.exp(-root)
-        to_u = torch.where(is_live, reciprocal, 0.0)
-        slope = self.gamma - self.lmbda * self.beta
-        scale = torch.where(is_live, slope, 0.0)
-        branch = OneBranch(self.lmbda)
-        if not branch.near_0:
-            scale = scale / self.lmbda
-        parts = [limits(1.0), branch]
-        after: Tensor | None = scale
-        # Without an upper limit the scale may go into the layer that follows
-        if high < INF:
-            parts += [inference_forms.ChannelAffine(scale, 0 * scale), limits(None, high)]
-            after = None
-        return Replacement(
-            "one branch",
-            0,
-            scale=to_u,
-            shift=torch.where(is_live, to_u, 1.0),
-            parts=parts,
-            has_activation=True,
-            after=after,
-        )
-
-    def _log_of_root(self) -> Tensor:
-        """Return log(1 + h0), where h0 is the zero of the function."""
-        is_logarithm = self.lmbda == 0
-        ratio = -self.beta / torch.where(self.gamma > 0, self.gamma, 1.0)
-        divisor = torch.where(is_logarithm, 1.0, self.lmbda)
-        root = torch.log1p(self.lmbda * ratio) / divisor
-        return torch.where(is_logarithm, ratio, root)
 
 
 def _upper_limit(node: Node) -> float | None:
@@ -159,37 +114,6 @@ def _upper_limit(node: Node) -> float | None:
     if high is None:
         return INF
     return high
-
-
-class OneBranch(nn.Module):
-    """max(0, gamma * psi(h; lambda) + beta), (N, C, *), where this is 0 for all h <= 0.
-
-    It takes u = (1 + h) / (1 + h0), at least 1, where h0 >= 0 is the zero of the function. It
-    returns u^lambda - 1, or (u^lambda - 1) / lambda if lambda is near 0. The modules around it do
-    the rest.
-    """
-
-    lmbda: Tensor
-
-    def __init__(self, lmbda: Tensor) -> None:
-        super().__init__()
-        self.near_0 = bool((lmbda.abs() < inference_forms.SMALL_POWER).any())
-        self.register_buffer("lmbda", lmbda.float())
-
-    def forward(self, u: Tensor) -> Tensor:
-        """Transform (N, C, *)."""
-        log = torch.log(u)
-        exponent = log * inference_forms.channel_view(self.lmbda, u)
-        if self.near_0:
-            return inference_forms.relative_growth(exponent) * log
-        return torch.exp(exponent) - 1.0
-
-
-def limits(low: float | None, high: float | None = None) -> nn.Module:
-    """Return limits by constants of the whole layer, which runtimes fuse into the convolution
-    before it.
-    """
-    return inference_forms.FunctionModule(partial(torch.clamp, min=low, max=high))
 
 
 class Polynomial(nn.Module):

@@ -8,7 +8,6 @@ limits, and the runtime has integer kernels for them.
 """
 
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +94,7 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
             SimpleNamespace(get_next=lambda: next(feeds, None)),
             quant_format=QuantFormat.QDQ,
             op_types_to_quantize=_QUANTIZED,
-            nodes_to_exclude=_nodes_in_float(model.graph),
+            nodes_to_exclude=_nodes_in_float(model),
             per_channel=True,
             reduce_range=True,
             activation_type=QuantType.QUInt8,
@@ -104,46 +103,39 @@ def to_int8(model: onnx.ModelProto, batches: Sequence[Tensor]) -> onnx.ModelProt
         return onnx.load(quantized)
 
 
-def _nodes_in_float(graph: onnx.GraphProto) -> list[str]:
+def _nodes_in_float(model: onnx.ModelProto) -> list[str]:
     """Name the nodes that stay in float32: additions of constants, means that belong to a
     normalization, and products but those with a depthwise convolution of size 1, which
     `Polynomial.to_convolutions` makes.
     """
-    constants = _names_of_constants(graph)
-    steps = _polynomial_steps(graph)
-    users = _operators_that_take(graph)
+    graph = onnx_ir.from_proto(model).graph
+    return [str(node.name) for node in graph if _stays_in_float(node)]
 
-    def stays(node: onnx.NodeProto) -> bool:
-        match node.op_type:
-            case "Add":
-                return not constants.isdisjoint(node.input)
-            case "Mul":
-                return steps.isdisjoint(node.input)
-            case "ReduceMean":
-                return not _ARITHMETIC.isdisjoint(users[node.output[0]])
+
+def _stays_in_float(node: onnx_ir.Node) -> bool:
+    match node.op_type:
+        case "Add":
+            return any(map(_is_constant, node.inputs))
+        case "Mul":
+            return not any(map(_is_polynomial_step, node.inputs))
+        case "ReduceMean":
+            users = {use.node.op_type for use in node.outputs[0].uses()}
+            return not _ARITHMETIC.isdisjoint(users)
+    return False
+
+
+def _is_constant(value: Any) -> bool:
+    producer = value.producer()
+    return value.is_initializer() or (producer is not None and producer.op_type == "Constant")
+
+
+def _is_polynomial_step(value: Any) -> bool:
+    """Whether a depthwise convolution of size 1 gives it."""
+    producer = value.producer()
+    if producer is None or producer.op_type != "Conv":
         return False
-
-    return [node.name for node in graph.node if stays(node)]
-
-
-def _names_of_constants(graph: onnx.GraphProto) -> set[str]:
-    names = {tensor.name for tensor in graph.initializer}
-    return names | {node.output[0] for node in graph.node if node.op_type == "Constant"}
-
-
-def _operators_that_take(graph: onnx.GraphProto) -> dict[str, set[str]]:
-    users: dict[str, set[str]] = defaultdict(set)
-    for node in graph.node:
-        for name in node.input:
-            users[name].add(node.op_type)
-    return users
-
-
-def _polynomial_steps(graph: onnx.GraphProto) -> set[str]:
-    """Return the outputs of depthwise convolutions of size 1."""
-    sizes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
-    convolutions = [node for node in graph.node if node.op_type == "Conv"]
-    return {node.output[0] for node in convolutions if set(sizes.get(node.input[1], ())[1:]) == {1}}
+    weight = producer.inputs[1].const_value
+    return weight is not None and set(weight.shape[1:]) == {1}
 
 
 def to_float16(model: onnx.ModelProto) -> onnx.ModelProto:

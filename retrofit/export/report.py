@@ -17,9 +17,9 @@ SCHEMA = 1
 class FoldedLayer:
     """What became of one layer; errors are shares of the standard deviation of its output.
 
-    Its form is "folded" (nothing is left), "affine", "one branch", "two branches", "polynomial",
-    "normalization" (of its source's kind), "group", "group convolution" (of size 1, a
-    whitening), "estimated" or "frozen"; "kept" where its forward is somebody's own.
+    Its form is "folded" (nothing is left), "affine", "two branches", "polynomial", "normalization"
+    (of its source's kind), "group", "group convolution" (of size 1, a whitening), "estimated" or
+    "frozen"; "kept" where its forward is somebody's own.
     """
 
     # In the given network

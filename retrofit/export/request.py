@@ -51,13 +51,14 @@ class Request:
     network: nn.Module = field(init=False)
     # Examples, the user's or random
     calls: list[Call] = field(init=False)
-    images: list[Tensor] = field(init=False)
+    images: list[Tensor] = field(init=False, default_factory=list)
     # The shape of one sample; empty for a network of several inputs
     sample: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         """Read the images, refuse what does not fit together, and run the network on examples."""
-        self.images = self._read_images()
+        if self.calibrate is not None:
+            self.images = [image for batch in images_of(self.calibrate) for image in batch]
         for problem in self._problems():
             raise UsageError(problem)
         self.network = self._network_in_float32()
@@ -65,11 +66,6 @@ class Request:
         self.calls = [call.to(device, torch.float32) for call in self._example_calls()]
         self.sample = self.calls[0].sample_shape
         self._check_size_of_images()
-
-    def _read_images(self) -> list[Tensor]:
-        if self.calibrate is None:
-            return []
-        return [image for batch in images_of(self.calibrate) for image in batch]
 
     def _network_in_float32(self) -> nn.Module:
         """Return the network, or a copy: the rounding of half precision is no part of the function."""

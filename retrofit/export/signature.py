@@ -1,12 +1,12 @@
 """What a captured network takes: another call is refused in one line that says what to do."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call
@@ -37,14 +37,10 @@ def refusing_other_calls(captured: fx.GraphModule, call: Call) -> fx.GraphModule
     return module.eval()
 
 
-def unmet_condition(module: nn.Module, call: Call) -> str:
-    """Return the first condition of its capture that a call of a captured network does not meet;
-    empty if it meets all.
+def unmet_condition(module: nn.Module, values: Sequence[Any]) -> str:
+    """Return the first condition of its capture that the values of a captured network's arguments
+    do not meet; empty if they meet all.
     """
-    return _unmet(module, tree_leaves((call.args, dict(call.kwargs))))
-
-
-def _unmet(module: nn.Module, values: list[Any]) -> str:
     conditions = getattr(module, GUARDS, None)
     if conditions is None:
         return ""
@@ -112,7 +108,7 @@ class Signature:
                 f"{names}; {_AGAIN}"
             )
         self._check_values(values)
-        condition = _unmet(module, values)
+        condition = unmet_condition(module, values)
         if condition:
             raise RetrofitError(
                 "the folded network was captured under a condition that this call does not meet "

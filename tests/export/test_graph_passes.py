@@ -27,7 +27,7 @@ class Everything(nn.Module):
         self.feeder = nn.Conv2d(4, 8, 3)
         self.whitening = whitened()
         self.between = nn.Conv2d(8, 8, 1)
-        self.power = norm(8, bias=-torch.rand(8))
+        self.power = norm(8)
         self.scaled = ChannelAffine(torch.rand(8) + 0.5, torch.randn(8))
         self.after = nn.Conv2d(8, 8, 3, padding=1)
         self.shared = batch_norm(nn.BatchNorm2d(8))
@@ -58,5 +58,5 @@ def test_each_pass_keeps_the_computation(graph: CapturedGraph) -> None:
         state = str(graph.module)
         assert state != code, fold_pass
         code = state
-    assert graph.layers == {"whitening": "folded", "power": "one branch", "shared": "folded"}
+    assert graph.layers == {"whitening": "folded", "power": "two branches", "shared": "folded"}
     assert not graph.affine_maps()

@@ -13,13 +13,15 @@ shift. Behind a ReLU only the part above the root is fitted, and the ReLU is gon
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from retrofit.export.approximation.observed_values import WeightedSample
-from retrofit.export.power_operator import INF, Polynomial, Replacement, Transform, limits
+from retrofit.export.power_operator import INF, Polynomial, Replacement, Transform
 from retrofit.layers.constant_maps import ChannelMap
+from retrofit.layers.inference_forms import FunctionModule
 from retrofit.layers.power_transform import yeo_johnson
 
 # Largest degree of a polynomial
@@ -164,7 +166,7 @@ class LayerFunction:
         chosen = (best, channels)
         chosen_coefficients = coefficients[chosen].T.contiguous()
         polynomial = Polynomial(chosen_coefficients)
-        bounds = limits(self.limit, 1.0)
+        bounds = FunctionModule(partial(torch.clamp, min=self.limit, max=1.0))
         fit = Replacement(
             "polynomial",
             degree,
