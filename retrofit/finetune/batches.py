@@ -189,23 +189,17 @@ def replace_unreadable(images: Tensor, targets: Tensor, dataset: Any) -> list[st
     Raises:
         RetrofitError: If none can be read.
     """
-    readable = []
-    unreadable = []
-    names = []
-    for position, target in enumerate(targets.tolist()):
-        if target >= 0:
-            readable.append(position)
-        else:
-            unreadable.append(position)
-            names.append(dataset.unreadable(target))
+    numbers = targets.tolist()
+    readable = [position for position, target in enumerate(numbers) if target >= 0]
+    names = [dataset.unreadable(target) for target in numbers if target < 0]
     if not readable:
         raise RetrofitError(
             f"none of a batch's {len(names)} images can be read ({shortlist(names)}); "
             "check the files"
         )
-    for position in unreadable:
-        images[position] = images[readable[0]]
-        targets[position] = targets[readable[0]]
+    is_unreadable = targets < 0
+    images[is_unreadable] = images[readable[0]].clone()
+    targets[is_unreadable] = targets[readable[0]].clone()
     return names
 
 
