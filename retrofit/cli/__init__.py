@@ -6,7 +6,6 @@ happened; what to do`, with exit code 1 (refused, failed check, nothing to do) o
 RETROFIT_DEBUG=1 adds the traceback.
 """
 
-import difflib
 import importlib
 import os
 import sys
@@ -20,7 +19,7 @@ import click
 from retrofit import __version__
 from retrofit.errors import RetrofitError
 from retrofit.utils.extras import named_extra
-from retrofit.utils.text import printable, with_class
+from retrofit.utils.text import did_you_mean, printable, with_class
 
 # Characters of an error's line, which may quote what the user gave, of any length; longer than
 # every line that retrofit writes itself.
@@ -56,11 +55,8 @@ class _Commands(click.Group):
             module = importlib.import_module(f"retrofit.cli.{cmd_name}")
             command: click.Command = module.command
             return command
-        problem = f"there is no command {cmd_name!r}"
-        matches = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
-        for close in matches:
-            problem += f" (did you mean {close}?)"
-        raise click.UsageError(problem, ctx)
+        hint = did_you_mean(cmd_name, COMMANDS)
+        raise click.UsageError(f"there is no command {cmd_name!r}{hint}", ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""

@@ -78,14 +78,10 @@ def _as_typed(option: click.Parameter, text: str | None) -> str:
         return flag
     if value is False:
         return option.secondary_opts[-1]
+    words = [str(value)]
     if isinstance(value, dict):
-        entries = []
-        for key, entry in value.items():
-            quoted = shlex.quote(f"{key}={entry}")
-            entries.append(f"{flag} {quoted}")
-        return " ".join(entries)
-    quoted = shlex.quote(str(value))
-    return f"{flag} {quoted}"
+        words = [f"{key}={entry}" for key, entry in value.items()]
+    return " ".join(f"{flag} {shlex.quote(word)}" for word in words)
 
 
 def stderr() -> Console:
@@ -132,10 +128,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich import box
     from rich.table import Table
 
-    filled = []
-    for number in range(len(columns)):
-        if any(row[number] for row in rows):
-            filled.append(number)
+    filled = [number for number in range(len(columns)) if any(row[number] for row in rows)]
     if not filled:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from retrofit.conversion_options import OPTIONS
 from retrofit.utils.files import atomic_write
-from retrofit.utils.text import printable, shown
+from retrofit.utils.text import did_you_mean, printable, shown
 
 if TYPE_CHECKING:
     from retrofit.layers.noise import NoiseKind
@@ -298,11 +297,3 @@ class Recipe(BaseModel):
 FREE = frozenset({"workers", "device", "checkpoint_every", "log_with"})
 # These may have moved; what lies there is looked at.
 PLACES = frozenset({"model", "checkpoint", "data_dir", "class_map"})
-
-
-def did_you_mean(word: str, known: Collection[str]) -> str:
-    """Return a question, in brackets, for what a word may stand for; nothing if it is like none."""
-    close = difflib.get_close_matches(word[:64], known, n=2, cutoff=0.5)
-    if not close:
-        return ""
-    return f" (did you mean {' or '.join(close)}?)"

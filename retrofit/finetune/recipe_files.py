@@ -12,10 +12,10 @@ import yaml
 from pydantic import ValidationError
 
 from retrofit.errors import UsageError
-from retrofit.finetune.recipe import Recipe, did_you_mean
+from retrofit.finetune.recipe import Recipe
 from retrofit.images import NAMED_BY_TIMM
 from retrofit.utils.files import read_text
-from retrofit.utils.text import one_line, plural, printable, shown
+from retrofit.utils.text import did_you_mean, one_line, plural, printable, shown
 
 _INSTALLED = Path(__file__).parents[1] / "recipes"
 # In a source checkout they lie beside the package.

@@ -1,9 +1,10 @@
 """Text on one line: counts, lists, exceptions, JSON, and names from files (any text at all)."""
 
+import difflib
 import json
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 # What the root is called where it is itself a layer.
@@ -90,6 +91,14 @@ def plural(count: int, noun: str) -> str:
     if count == 1:
         ending = ""
     return f"{count:,} {noun}{ending}"
+
+
+def did_you_mean(word: str, known: Collection[str]) -> str:
+    """Return a question, in brackets, for what a word may stand for; nothing if it is like none."""
+    close = difflib.get_close_matches(word[:64], known, n=2, cutoff=0.5)
+    if not close:
+        return ""
+    return f" (did you mean {' or '.join(close)}?)"
 
 
 def json_text(values: dict[str, Any]) -> str:
