@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -32,7 +32,6 @@ METADATA = (
     "numel",
     "stride",
 )
-_CLAMPS = {torch.clamp, torch.clip, torch.clamp_, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
 _NORMS = (
     *(f"torch.nn.modules.{file}." for file in ("batchnorm", "instancenorm", "normalization")),
     *(
@@ -235,34 +234,16 @@ def function_module(node: fx.Node) -> nn.Module | None:
     has_input = bool(node.args) or "input" in node.kwargs
     if not is_call or not has_input:
         return None
-    if node.target in _CLAMPS:
-        return _clamp_module(node)
     cls = _module_class(node.target)
     if cls is None:
         return None
     signature = inspect.signature(cls)
-    options = _options(node, signature.parameters)
+    # Parameters are in the order of the arguments behind the input.
+    options = dict(zip(signature.parameters, node.args[1:], strict=False)) | node.kwargs
+    options.pop("input", None)
     options.pop("inplace", None)
     depends_on_values = any(isinstance(option, fx.Node) for option in options.values())
     if depends_on_values:
         return None
     module: nn.Module = cls(**options)
     return module
-
-
-def _options(node: fx.Node, names: Iterable[str]) -> dict[str, Any]:
-    """The arguments of a call behind its input, by name: `names` are in the order of positions."""
-    options = dict(zip(names, node.args[1:], strict=False)) | node.kwargs
-    options.pop("input", None)
-    return options
-
-
-def _clamp_module(node: fx.Node) -> nn.Module | None:
-    """The module that clamps as a call does; None where its bounds are no two constants."""
-    bounds = _options(node, ("min", "max"))
-    match bounds.get("min"), bounds.get("max"):
-        case 0, None:
-            return nn.ReLU()
-        case int() | float() as low, int() | float() as high if low < high:
-            return nn.Hardtanh(float(low), float(high))
-    return None

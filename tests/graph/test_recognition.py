@@ -23,12 +23,12 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"), "leaky": lambda x: F.leaky_relu(x, 0.3, True),
     "celu": lambda x: F.celu(x, 0.7), "softplus": lambda x: F.softplus(x, 2.0, threshold=15.0),
     "hardtanh": lambda x: F.hardtanh(x, 0.0, 6.0), "threshold": lambda x: F.threshold(x, 0.1, -1.0),
-    "clamp": lambda x: x.clamp(0, 6), "clamp below": lambda x: x.clamp(min=0),
-    "clamp keywords": lambda x: torch.clamp(x, min=-1.0, max=1.0),
 }  # fmt: skip
 NOT_ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
-    *(F.glu, lambda x: F.softmax(x, -1), lambda x: F.prelu(x, x.mean()), lambda x: x + 1),
-    *(lambda x: x.clamp(min=1e-6), lambda x: torch.clamp(x, x.mean(), x.amax())),
+    F.glu,
+    lambda x: F.softmax(x, -1),
+    lambda x: F.prelu(x, x.mean()),
+    lambda x: x + 1,
 ]
 
 
