@@ -50,6 +50,8 @@ from retrofit.utils.text import one_line, plural, printable, with_class
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 LIBRARY = "retrofit"
+# The libraries whose versions a file names.
+_BUILDERS = ("torch", "timm", "torchvision")
 UNKNOWN_WEIGHTS = {"kind": "unknown", "from": None}
 
 
@@ -174,7 +176,7 @@ def save(
         "training": training_settings(model),
         "checksum": checksum(tensors),
         "sampled_outputs": outputs.to_dict(),
-        "versions": {"retrofit": __version__, **_versions()},
+        "versions": {"retrofit": __version__, **{name: version(name) for name in _BUILDERS}},
     }
     metadata = {"format": "pt", KEY: seal(values)}
     with atomic_write(path, force) as temporary:
@@ -183,10 +185,6 @@ def save(
         except SafetensorError as error:
             why = one_line(error)
             raise UnwritableError(f"cannot write {path} ({why})") from error
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "timm", "torchvision")}
 
 
 def _known_source(

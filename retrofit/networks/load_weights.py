@@ -118,9 +118,10 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     prefix = _prefix(ours, state)
     beside = weights_beside(prefix, state)
     state = _translated(model, under_prefix(prefix, state))
-    unfit = _unlike(ours, state)
-    fitting = {name: tensor for name, tensor in state.items() if name not in unfit}
-    left_random, unexpected = _load(model, fitting)
+    fitting = _fitting(ours, state)
+    unfit = [name for name in ours if name in state and name not in fitting]
+    taken = {name: tensor for name, tensor in state.items() if name not in unfit}
+    left_random, unexpected = _load(model, taken)
     unexpected += beside
     left_out = unexpected + unfit
     total = len(weight_names(ours))
@@ -136,12 +137,6 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
         *_partly(left_out, "tensors of the checkpoint are left out"),
     ]
     return Loaded(left_out, left_random, warnings)
-
-
-def _unlike(ours: Tensors, state: Tensors) -> Names:
-    """Return the names that both have, with tensors that do not fit."""
-    common = [name for name in ours if name in state]
-    return [name for name in common if not _alike(ours[name], state[name], name)]
 
 
 def _advice_on_misfit(ours: Tensors, state: Tensors, left_random: Names) -> str:
@@ -231,13 +226,15 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     # It was written for other checkpoints, and fails on this one in its own way.
     except Exception:
         return state
-    if _count_fitting(ours, converted) > _count_fitting(ours, state):
+    if len(_fitting(ours, converted)) > len(_fitting(ours, state)):
         return converted
     return state
 
 
-def _count_fitting(ours: Tensors, state: Tensors) -> int:
-    return sum(name in state and _alike(tensor, state[name], name) for name, tensor in ours.items())
+def _fitting(ours: Tensors, state: Tensors) -> set[str]:
+    """Return the names that both have, with tensors that fit."""
+    common = ours.keys() & state.keys()
+    return {name for name in common if _alike(ours[name], state[name], name)}
 
 
 def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
@@ -256,16 +253,15 @@ def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:
 
 def _odd_pairs(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """Return a warning of pairs whose names say that their tensors have different roles."""
-    odd = [f"{printable(their, 64)} as {our}" for our, their in pairs if _against(our, their)]
+    odd = []
+    for our, their in pairs:
+        roles = {our.rpartition(".")[2], their.rpartition(".")[2]}
+        # A weight and a bias, say.
+        if len(roles & _ROLES) == 2:
+            odd.append(f"{printable(their, 64)} as {our}")
     if not odd:
         return []
     return [f"{len(odd)} tensors were paired against their names: {shortlist(odd, limit=120)}"]
-
-
-def _against(ours: str, theirs: str) -> bool:
-    """Whether two names end otherwise: in weight and bias, say."""
-    roles = {ours.rpartition(".")[2], theirs.rpartition(".")[2]}
-    return len(roles & _ROLES) == 2
 
 
 def _order_problem(ours: Tensors, state: Tensors) -> str | None:
