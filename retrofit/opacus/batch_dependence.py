@@ -123,11 +123,8 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:
         changes = _mixing_modules(network, replace(call, seed=largest), largest)
-    classes: dict[str, str] = {}
-    for name in changes:
-        module = network.get_submodule(name)
-        classes[name or ROOT] = type(module).__name__
-    modules = dict(zip(classes, changes.values(), strict=True))
+    modules = {name or ROOT: module_change for name, module_change in changes.items()}
+    classes = {name or ROOT: type(network.get_submodule(name)).__name__ for name in changes}
     result = BatchDependence(change, modules, classes)
     if strict and not result.passed:
         raise RetrofitError(
