@@ -242,23 +242,14 @@ def split_of(
     if has_split(data_dir, dataset, split):
         return split
     others: list[str] = []
-    if not dataset:
-        others = splits_in(data_dir)
+    if not dataset and data_dir is not None:
+        others = folders_of_folders(Path(data_dir), _SPLITS)
     if split == default and not others:
         return "."
     problem = f"the data has no split {shown(split)}"
     if others:
         problem += f", but {shortlist(others)}"
     raise UsageError(f"{problem}; {advice}")
-
-
-def splits_in(data_dir: FileName | None) -> list[str]:
-    """Return the folders in a folder or tar that hold folders and have the usual name of a
-    split.
-    """
-    if data_dir is None:
-        return []
-    return folders_of_folders(Path(data_dir), _SPLITS)
 
 
 def open_images(
