@@ -147,6 +147,7 @@ def test_evidence_runs_as_written() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
+@pytest.mark.filterwarnings("ignore")  # Opacus's
 def test_readme_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = list(commands(PAGES[0].read_text()))
     assert lines
