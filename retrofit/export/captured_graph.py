@@ -76,7 +76,7 @@ class AffineMap(nn.Module):
         """
         if self.dim == 1:
             return ConstantNorm(torch.zeros_like(self.shift), self.scale, self.shift)
-        return ChannelAffine(self.scale, self.shift, last=True)
+        return ChannelAffine(self.scale, self.shift, self.dim)
 
 
 class CapturedGraph:

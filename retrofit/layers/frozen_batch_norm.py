@@ -160,15 +160,12 @@ class ConstantAffine(PlainAffine):
         self.register_buffer("shift", shift.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.scale
-        shift = self.shift
-        if self.channel_dim == 1:
-            scale = channel_view(scale, x)
-            shift = channel_view(shift, x)
+        scale = channel_view(self.scale, x, self.channel_dim)
+        shift = channel_view(self.shift, x, self.channel_dim)
         return (x * scale + shift).to(x.dtype)
 
     def _form(self) -> list[nn.Module]:
-        return [ChannelAffine(self.scale, self.shift, last=self.channel_dim == -1)]
+        return [ChannelAffine(self.scale, self.shift, self.channel_dim)]
 
 
 class TrainedAffine(PlainAffine, nn.Conv1d):

@@ -41,8 +41,12 @@ _TINY = 1.5 * 2.0**-24
 _EIGHTH = 0.125
 
 
-def channel_view(values: Tensor, x: Tensor) -> Tensor:
-    """Return (C,) or (N, C) values in a shape that broadcasts over `x`, (N, C, *)."""
+def channel_view(values: Tensor, x: Tensor, channel_dim: int = 1) -> Tensor:
+    """Return (C,) or (N, C) values in a shape that broadcasts over `x`, (N, C, *), whose channels
+    are dimension 1; (C,) values as they are if `channel_dim` is another, the last.
+    """
+    if channel_dim != 1:
+        return values
     return values.view(*values.shape, *(1,) * (x.ndim - 2))
 
 
@@ -72,28 +76,23 @@ class FunctionModule(nn.Module):
 
 
 class ChannelAffine(nn.Module):
-    """x * scale + shift per channel of (N, C, *), or of (*, C) with `last`; what does nothing is
-    left out.
-    """
+    """x * scale + shift per channel, see `channel_view`; what does nothing is left out."""
 
     scale: Tensor | None
     shift: Tensor | None
 
-    def __init__(self, scale: Tensor | None, shift: Tensor | None, last: bool = False) -> None:
+    def __init__(self, scale: Tensor | None, shift: Tensor | None, channel_dim: int = 1) -> None:
         super().__init__()
-        self.last = last
+        self.channel_dim = channel_dim
         self.register_buffer("scale", _unless_all(1, scale))
         self.register_buffer("shift", _unless_all(0, shift))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scale is not None:
-            x = x * self._view(self.scale, x)
+            x = x * channel_view(self.scale, x, self.channel_dim)
         if self.shift is not None:
-            x = x + self._view(self.shift, x)
+            x = x + channel_view(self.shift, x, self.channel_dim)
         return x
-
-    def _view(self, values: Tensor, x: Tensor) -> Tensor:
-        return values if self.last else channel_view(values, x)
 
 
 def _unless_all(neutral: float, values: Tensor | None) -> Tensor | None:
@@ -239,7 +238,7 @@ class EstimatedTransform(nn.Module):
         self.sets = sets
         self.eps = eps
         self.effective_alpha = effective_alpha
-        self.affine = ChannelAffine(*affine, last=not per_channel)
+        self.affine = ChannelAffine(*affine, channel_dim=1 if per_channel else -1)
         self.fixed: TwoBranch | None = None
 
     def freeze(self, lmbda: float, device: torch.device) -> None:

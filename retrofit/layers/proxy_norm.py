@@ -260,7 +260,7 @@ class ProxyNorm(StrengthMixin):
 
     def _form(self) -> list[nn.Module]:
         scale, shift = self.constants(torch.float64)
-        affine = ChannelAffine(scale, shift, last=self.channel_dim == -1)
+        affine = ChannelAffine(scale, shift, self.channel_dim)
         return [constant_copy(self.source_layer()), affine]
 
     @torch.no_grad()
@@ -288,9 +288,8 @@ class ProxyNorm(StrengthMixin):
 
     def _by_formulas(self, x: Tensor) -> Tensor:
         scale, shift = self.constants(compute_dtype(x))
-        if self.channel_dim == 1:
-            scale = channel_view(scale, x)
-            shift = channel_view(shift, x)
+        scale = channel_view(scale, x, self.channel_dim)
+        shift = channel_view(shift, x, self.channel_dim)
         phi = self.activation(x)
         return torch.addcmul(shift, phi, scale).to(phi.dtype)
 
