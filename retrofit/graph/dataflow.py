@@ -65,9 +65,7 @@ class Flows:
     meta device, and leaves the model as it was.
     """
 
-    def __init__(
-        self, model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
-    ) -> None:
+    def __init__(self, model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
         self.is_norm = is_norm
         self.names = {module: name for name, module in model.named_modules()}
         # What each module holds, and itself.

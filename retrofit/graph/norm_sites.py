@@ -115,9 +115,7 @@ class _NotActivatedError(Exception):
     """No activation follows a norm; the message is the reason."""
 
 
-def find_sites(
-    model: nn.Module, is_norm: Callable[[nn.Module], bool] = recognition.is_norm
-) -> Sites:
+def find_sites(model: nn.Module, is_norm: Callable[[nn.Module], bool]) -> Sites:
     """Find every call of the norms that `is_norm` asks for, and the activation that follows each.
 
     The model is traced in evaluation and in training, on every path through its code, and is not

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import retrofit
 from retrofit.graph.dataflow import Flows
 from retrofit.graph.norm_sites import Activation, find_sites
+from retrofit.graph.recognition import is_norm
 from retrofit.surgery import converter
 from tests.graph import blocks
 
@@ -42,7 +43,7 @@ def test_a_model_is_one_graph_and_stays_as_it_was(make: Callable[[], nn.Module])
     model = make()
     next(model.children()).eval()
     before = [dict(vars(module)) for module in model.modules()]
-    flows = Flows(model)
+    flows = Flows(model, is_norm)
     assert names(flows) == [""]
     assert not flows.failures
     assert [dict(vars(module)) for module in model.modules()] == before
@@ -62,7 +63,9 @@ class ChangesInTrain(blocks.Block):  # its `train` changes more than the mode
 
 @pytest.mark.parametrize("make", [blocks.TrainOnly, ChangesInTrain])
 def test_both_modes_are_traced(make: Callable[[], nn.Module]) -> None:
-    first, second = (sorted(str(node) for node in flow.graph.nodes) for flow in Flows(make()).flows)
+    first, second = (
+        sorted(str(node) for node in flow.graph.nodes) for flow in Flows(make(), is_norm).flows
+    )
     assert first != second
 
 
@@ -82,20 +85,20 @@ def test_both_modes_are_traced(make: Callable[[], nn.Module]) -> None:
 def test_every_path_is_followed_but_those_that_end_in_an_error(
     make: Callable[[], nn.Module], paths: int
 ) -> None:
-    flows = Flows(make())
+    flows = Flows(make(), is_norm)
     assert not flows.failures
     assert len(names(flows)) == paths
 
 
 def test_checks_that_end_in_an_error_are_no_branches() -> None:
-    flows = Flows(nn.Sequential(*(blocks.Checks() for _ in range(8))))
+    flows = Flows(nn.Sequential(*(blocks.Checks() for _ in range(8))), is_norm)
     assert not flows.failures
     assert len(names(flows)) == 1
-    assert len(names(Flows(blocks.Catches()))) == 2
+    assert len(names(Flows(blocks.Catches(), is_norm))) == 2
 
 
 def test_parts_that_branch_often_are_traced_by_themselves() -> None:
-    flows = Flows(nn.Sequential(*(blocks.Branching() for _ in range(3))))
+    flows = Flows(nn.Sequential(*(blocks.Branching() for _ in range(3))), is_norm)
     assert not flows.failures
     assert names(flows) == ["", "0", "0", "1", "1", "2", "2"]
     assert all(site.activation for site in find_sites(flows.flows[0].module, is_bn).sites[:2])
@@ -103,7 +106,7 @@ def test_parts_that_branch_often_are_traced_by_themselves() -> None:
 
 def test_a_branching_part_is_not_vouched_for_where_it_gets_optional_arguments() -> None:
     model = blocks.WithOptions()
-    assert names(Flows(model)) == [""]
+    assert names(Flows(model, is_norm)) == [""]
     assert [site.activation for site in find_sites(model, is_bn).sites] == []
 
 
@@ -119,14 +122,14 @@ def test_parts_are_traced_where_the_whole_cannot_be() -> None:
         (blocks.Iterating(), ["block"], "TraceError: Proxy object cannot be iterated"),
         (Halves(nn.BatchNorm1d(4)), [], "TraceError: it branches on values more than 6 times"),
     ):
-        flows = Flows(model)
+        flows = Flows(model, is_norm)
         assert names(flows) == parts
         assert flows.failures[model].startswith(reason)
 
 
 def test_a_detector_is_covered_by_its_backbone() -> None:
     model = tv.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
-    flows = Flows(model)
+    flows = Flows(model, is_norm)
     assert names(flows) == ["backbone.body"]
     assert all(
         len(flows.calls[module]) == 2
@@ -147,10 +150,10 @@ def test_hooks_do_not_run_and_make_a_block_one_step_to_what_is_around_it() -> No
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.ReLU(), nn.Conv2d(4, 4, 1)
     )
-    assert find_sites(model).sites[0].activation is not None
+    assert find_sites(model, is_norm).sites[0].activation is not None
     model[0].register_forward_hook(lambda *_: 1 / 0)
     model.register_forward_pre_hook(lambda *_: 1 / 0)
-    (site,) = find_sites(model).sites
+    (site,) = find_sites(model, is_norm).sites
     assert (site.activation, site.reason) == (None, "output of 0, which is traced on its own")
 
 
