@@ -308,6 +308,8 @@ def _check_origin(data_dir: FileName | None, dataset: str) -> None:
     name = dataset.lower()
     if name in ("torch/folder", "torch/image_folder"):
         raise UsageError(f"{dataset} is a folder of images; give `data_dir` alone")
+    if name.startswith("torch/") and data_dir is None:
+        raise UsageError(f"{dataset} is read from a folder; name it with `data_dir`")
     if dataset == "digits" or name.startswith(NAMED_BY_TIMM):
         return
     if dataset:

@@ -75,7 +75,7 @@ def weights_sentence(weights: Mapping[str, Any], artifact: str | None = None) ->
     origin = printable(weights.get("from"), 200)
     match weights.get("kind"):
         case "random" if artifact is not None:
-            return "weights: RANDOM (convert a trained network for trained ones)"
+            return "weights: RANDOM (convert again with trained ones)"
         case "random":
             return "weights: RANDOM (pass `pretrained=True` or `checkpoint=FILE` for trained ones)"
         case "pretrained":

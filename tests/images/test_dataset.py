@@ -32,6 +32,7 @@ from tests.pictures import COLOURS, write_folder, write_tar
         ("pictures", {"dataset": "digits"}, "lie in no folder; drop `dataset` or `data_dir`"),
         ("pictures", {"channels": 4}, "model takes 4; build"),
         ("pictures", {"dataset": "cifar10"}, "unknown dataset 'cifar10'; .* or `data_dir` alone"),
+        (None, {"dataset": "torch/cifar10"}, "torch/cifar10 is read from a folder; name it with"),
         ("pictures", {"dataset": "torch/folder"}, "torch/folder is a folder .*`data_dir` alone"),
         (
             "pictures",
