@@ -14,6 +14,7 @@ import timm
 import torch
 from torch import nn
 
+from retrofit.cli import main
 from retrofit.cli.convert import command
 from retrofit.conversion_options import OPTIONS
 from retrofit.errors import RetrofitError, UsageError
@@ -279,7 +280,9 @@ def network(given: dict[str, Any], side: int) -> nn.Module:
 def test_the_network_and_its_optimizer_are_what_the_paper_says(name: str, number: int) -> None:
     said, found = SAID[name][number], commands(name)
     assert len(found) == len(SAID[name])
-    given = command.make_context("convert", found[number]).params
+    # The group's settings hold for its commands, which remember them.
+    group = main.make_context("retrofit", [], resilient_parsing=True)
+    given = command.make_context("convert", found[number], group).params
     side = given["img_size"] or 224
     with torch.device("meta"), torch.no_grad():
         model = network(given, side).eval()
