@@ -35,6 +35,14 @@ def transformed() -> bool:
     return followed()
 
 
+@torch.compiler.assume_constant_result
+def exporting() -> bool:
+    """Whether torch.export follows the operations that run now. torch.compile of old versions
+    answers True for itself where it follows the call below.
+    """
+    return torch.compiler.is_exporting()
+
+
 def followed() -> bool:
     """Whether a compiler or a transform follows the operations that run now."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.layers.converted_layer import ConvertedLayer
-from retrofit.layers.function_transforms import followed
+from retrofit.layers.function_transforms import exporting, followed
 from retrofit.layers.kernels.kernel_options import Strength
 from retrofit.utils.text import ROOT, plural, shortlist
 
@@ -111,7 +111,7 @@ class StrengthMixin(ConvertedLayer):
         Raises:
             RuntimeError: In evaluation, if t is an average of different values.
         """
-        return self._checked_code()[0].to(torch.float32) * UNIT
+        return self._strength.value(torch.float32)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set t where a number is assigned; torch would take it for the buffer that holds t."""
@@ -123,15 +123,17 @@ class StrengthMixin(ConvertedLayer):
 
     @property
     def _strength(self) -> Strength:
-        """The strength for kernels, which read the buffer themselves."""
-        return Strength(self._checked_code(), UNIT)
-
-    def _checked_code(self) -> Tensor:
-        """Return the buffer that holds t, unless it is an average in evaluation."""
+        """The strength for kernels, which read the buffer themselves, unless it is an average in
+        evaluation.
+        """
         code: Any = self._buffers["strength"]
-        if not (self.training or code.is_meta or followed()):
+        if self.training or code.is_meta:
+            return Strength(code, UNIT)
+        if torch.compiler.is_compiling() and not exporting():
+            return Strength(_nan_if_average(code), UNIT)
+        if not followed():
             self._refuse_average()
-        return code
+        return Strength(code, UNIT)
 
     @property
     def stored_strength(self) -> float:
@@ -231,6 +233,16 @@ class StrengthMixin(ConvertedLayer):
         with torch.no_grad():
             self._code.copy_(strength_code(check_strength(strength), self._code.device))
         self._origin = _Origin(_in_units(strength), time.time_ns(), loaded=False)
+
+
+def _nan_if_average(code: Tensor) -> Tensor:
+    """Return the first element of what a buffer holds, as a float32 tensor (1,), and NaN if it is an
+    average: compiled code cannot raise.
+    """
+    first, square = code.to(torch.float32).split(1)
+    t = first * UNIT
+    spread = (square * UNIT - t * t).abs()
+    return torch.where(spread > _SPREAD, torch.nan, first)
 
 
 def strength_layers(model: nn.Module) -> list[StrengthMixin]:

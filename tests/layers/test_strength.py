@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.layers.strength import partial_state
+from tests.layers.cases import build
 
 SIZE = (3, 8, 8)
 X = torch.randn(4, *SIZE, generator=torch.Generator().manual_seed(0))
@@ -158,3 +159,20 @@ def test_a_number_that_is_assigned_is_the_strength(value: float) -> None:
     for wrong in (2, torch.tensor(float("nan"))):
         with pytest.raises(RetrofitError, match=r"strength must lie in \[0, 1\]"):
             model.bn1.strength = wrong
+
+
+@pytest.mark.parametrize("name", ["batch2d", "layer", "migrated", "proxy", "standardized weights"])
+def test_an_average_that_was_compiled_answers_nan(name: str) -> None:
+    """Compiled code cannot raise an error that says why, as an eager layer does."""
+    model, x = build(name, 0.2)
+    average = AveragedModel(model, use_buffers=True).eval()
+    compiled = torch.compile(average, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+        for strength in (0.2, 1.0):
+            retrofit.set_strength(model, strength)
+            average.update_parameters(model)
+        assert compiled(x).isnan().all()
+        retrofit.set_strength(average, 1.0)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
