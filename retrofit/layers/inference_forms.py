@@ -7,7 +7,8 @@ a branch,
     psi = s * (exp(p * l) - 1) / p,    p = 1 + s * kappa
 
 where p takes one of two values a channel. ONNX runtimes do Sign, Where and Pow element by element;
-a clipped multiple of h is the sign as well, wherever that matters, at the cost of a multiplication.
+h / |h| is the sign as well. (So is a clipped multiple of h, but behind an INT8 convolution OpenVINO
+moves the steps of 8 bits past the multiplication and the limits, and rounds the sign to 0.)
 
 The forms are right in float16 too: no value of a set is squared before it is divided by the set's
 largest.
@@ -29,8 +30,6 @@ from retrofit.layers.power_transform import MIN_CURVATURE, step_bounds
 # The eps of a batch normalization by constants: it completes the variance to 1 exactly, and torch
 # refuses 0.
 NORM_EPS = 2.0**-10
-# |h| below its inverse is as good as zero.
-STEEP = 1e12
 # (exp(p * l) - 1) / p loses a digit in float32 where |p| is smaller.
 SMALL_POWER = 0.05
 # The smallest normal number of float16.
@@ -206,7 +205,7 @@ def relative_growth(u: Tensor) -> Tensor:
 
 
 def _sign_and_log(h: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.clamp(h * STEEP, -1.0, 1.0), torch.log(a + 1.0)
+    return h / torch.clamp(a, min=_TINY), torch.log(a + 1.0)
 
 
 def channel_form(constant: ChannelMap) -> list[nn.Module]:

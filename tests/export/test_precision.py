@@ -17,6 +17,7 @@ import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.export import precision as narrow
 from retrofit.export.power_operator import Polynomial
+from retrofit.utils.onnx_runtimes import open_onnx
 from tests.export.networks import converted, images, norm, slow
 
 
@@ -112,6 +113,19 @@ def test_steps_as_convolutions_are_the_same_function(ndim: int) -> None:
     polynomial.to_convolutions()
     assert "GroupConvolution" in str(polynomial)
     torch.testing.assert_close(polynomial(x), expected)
+
+
+def test_an_exact_transform_behind_an_int8_convolution_in_openvino(tmp_path: Path) -> None:
+    """OpenVINO moves the steps of 8 bits past multiplications and limits by constants."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.Conv2d(8, 4, 3)).eval()
+    path = tmp_path / "a.onnx"
+    batch = torch.randn(8, 3, 8, 8)
+    retrofit.export_onnx(
+        model, path, input_size=(3, 8, 8), calibrate=[batch], precision="int8", tolerance=1.0
+    )
+    (found,) = open_onnx(path, "openvino")(batch.numpy())
+    (expected,) = open_onnx(path)(batch.numpy())
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
 def test_float16_keeps_input_and_output(tmp_path: Path) -> None:
