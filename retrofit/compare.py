@@ -3,6 +3,7 @@ outputs is compared.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from retrofit.comparison import TOLERANCE, Comparison
 from retrofit.errors import RetrofitError
 from retrofit.inputs import Call
 from retrofit.utils.forward_pass import hooked, standard_normal, undisturbed
-from retrofit.utils.output_tensors import largest_gap, scale_of, tensors_in
+from retrofit.utils.output_tensors import largest_gap, scale_of, spread_of, tensors_in
 from retrofit.utils.text import with_class
 
 # Elements kept of each layer's output: all of it would be gigabytes for a large network.
@@ -27,8 +28,8 @@ _SAMPLES = 4096
 NO_NUMBERS = (
     "the network answers with NaN or infinity alone; mend its weights, or give it other `inputs`"
 )
-# Of two comparisons, which differs more.
-_BY_SHARE = attrgetter("share", "scale")
+# Of two comparisons, which differs more. Each output has the tolerance of its own type.
+_BY_SHARE = attrgetter("differs", "share", "scale")
 # Share of the layers' largest value by which float32 may miss a zero.
 _ROUNDING = 8 * torch.finfo(torch.float32).eps
 # As torchvision names them
@@ -173,8 +174,8 @@ class Reference:
     Args:
         model: The network.
         calls: What it is run on.
-        tolerance: The largest share of an output's scale that passes; rounding of a lower precision
-            is added.
+        tolerance: The largest share of an output's scale that passes; more for an output of a
+            precision that rounds more.
         layers: Names of layers.
 
     Attributes:
@@ -183,7 +184,7 @@ class Reference:
         batches: Sizes of the batches of the calls.
         not_checked: Why there is nothing to compare with; empty if there is.
         holds_nan: Whether an output holds NaN.
-        tolerance: The largest share that passes.
+        tolerance: The largest share that passes in float32.
 
     Raises:
         RetrofitError: If the network takes none of the calls.
@@ -207,8 +208,7 @@ class Reference:
         tensors = [tensor for answer in judged for tensor in answer.outputs]
         self.not_checked = _nothing_to_compare(tensors)
         self.holds_nan = any(tensor.isnan().any() for tensor in tensors if not tensor.is_meta)
-        rounding = _rounding_of(tensors)
-        self.tolerance = max(tolerance, rounding)
+        self.tolerance = tolerance
 
     @property
     def shapes(self) -> dict[str, list[torch.Size]]:
@@ -259,7 +259,13 @@ class Reference:
                 result, not_checked="every output is zero, which proves nothing; check the weights"
             )
         agreement = self._top1_agreement(outputs)
-        return replace(result, batches=self.batches, top1_agreement=agreement)
+        alike = not watched and self._answers_alike()
+        return replace(result, batches=self.batches, top1_agreement=agreement, alike=alike)
+
+    def _answers_alike(self) -> bool:
+        """Tell whether different samples get the same outputs within the tolerance."""
+        inputs = [part.tensors for part in self.parts]
+        return _vary(self.parts, inputs) and not _vary(self.parts, self._outputs, self.tolerance)
 
     def _answers_of(self, other: Any, watched: Iterable[str]) -> list[Answer]:
         """Make the same calls of another network."""
@@ -324,7 +330,9 @@ class Reference:
         if max(gap, scale) <= zero:
             gap = scale = 0.0
         compared = sum(int(a.isfinite().sum()) for a, _ in pairs)
-        return Comparison(gap, scale, self.tolerance, where=where, compared=compared)
+        roundings = [_rounding_of(a) for a, _ in pairs]
+        tolerance = max(self.tolerance, *roundings)
+        return Comparison(gap, scale, tolerance, where=where, compared=compared)
 
 
 def _taken(answers: Sequence[Answer | Exception]) -> list[Answer]:
@@ -354,12 +362,25 @@ def _kept(value: Tensor) -> Tensor:
     return value.detach().cpu().clone()
 
 
-def _rounding_of(outputs: list[Tensor]) -> float:
+def _rounding_of(output: Tensor) -> float:
     """Return the share of a value that rounding of its type explains."""
-    dtype = next((output.dtype for output in outputs), torch.float32)
-    if dtype.is_floating_point:
-        return 4 * torch.finfo(dtype).eps
+    if output.is_floating_point():
+        return 4 * torch.finfo(output.dtype).eps
     return 0.0
+
+
+def _vary(parts: Sequence[Call], tensors: Sequence[list[Tensor]], share: float = 0.0) -> bool:
+    """Tell whether samples differ in one of the tensors of each call, by more than a share of its
+    scale.
+    """
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for part, values in zip(parts, tensors, strict=True):
+        for number, value in enumerate(values):
+            has_samples = value.ndim and len(value) == part.batch
+            samples = value if has_samples else value[None]
+            groups[part.stage, number, samples.shape[1:]].append(samples)
+    varying = map(torch.cat, groups.values())
+    return any(spread_of(samples) > share * scale_of(samples) for samples in varying)
 
 
 def _is_scores(part: Call, answer: list[Tensor]) -> bool:

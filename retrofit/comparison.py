@@ -25,6 +25,8 @@ class Comparison:
         batches: Sizes of the batches that both were run on.
         compared: How many finite elements were compared.
         not_checked: Why nothing was compared, and what would let it be; empty if it was.
+        alike: Whether different samples get the same outputs within the tolerance, so that a network
+            that ignores its input would pass too.
     """
 
     max_abs_diff: float = 0.0
@@ -35,6 +37,7 @@ class Comparison:
     batches: tuple[int, ...] = ()
     compared: int = 0
     not_checked: str = ""
+    alike: bool = False
 
     @property
     def differs(self) -> bool:
@@ -72,7 +75,10 @@ class Comparison:
         """The figures."""
         if self.not_checked:
             return f"not checked: {self.not_checked}"
-        return f"largest difference {self.max_abs_diff:.3g} at a scale of {self.scale:.3g}"
+        figures = f"largest difference {self.max_abs_diff:.3g} at a scale of {self.scale:.3g}"
+        if self.alike and not self.differs:
+            return f"{figures} (proves little: different samples get the same outputs, too)"
+        return figures
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

@@ -270,6 +270,34 @@ def test_each_output_is_set_against_its_own_scale() -> None:
     assert (result.passed, result.scale < 10) == (False, True)
 
 
+def test_each_output_has_the_rounding_of_its_own_type() -> None:
+    offset = torch.zeros(())
+    model = Packing(lambda x: (x.bfloat16(), x + offset))
+    check = reference(model, (5,))
+    offset += 1e-3
+    result = check.compare(model)
+    assert (result.differs, result.tolerance) == (True, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("pack", "alike"),
+    [
+        (lambda x: 3 + 1e-6 * x, True),
+        (lambda x: (x.exp(), torch.ones(2)), False),
+        (lambda x: torch.sigmoid(x + 90) > 0.5, True),
+    ],
+)
+def test_outputs_that_are_the_same_for_every_sample_prove_little(
+    pack: Callable[[Tensor], object], alike: bool
+) -> None:
+    model = Packing(pack)
+    result = reference(model, (5,)).compare(model)
+    assert (result.passed, result.alike) == (True, alike)
+    assert ("proves little" in str(result)) == alike
+    one = Reference(model, [Call((torch.ones(3, 5),))])
+    assert not one.compare(model).alike
+
+
 def test_nothing_compared_is_no_pass() -> None:
     model = Packing(lambda x: "nothing")
     assert str(reference(model, (5,)).compare(model)).startswith(

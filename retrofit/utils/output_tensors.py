@@ -77,3 +77,14 @@ def scale_of(tensor: Tensor) -> float:
     if finite.numel():
         return float(finite.abs().max())
     return 0.0
+
+
+def spread_of(samples: Tensor) -> float:
+    """Return how far apart the samples (N, *) are in the element where they differ most; 0 if none
+    is finite.
+    """
+    values = _doubles(samples)
+    if not values.numel():
+        return 0.0
+    spread = values.amax(0) - values.amin(0)
+    return float(spread.nan_to_num(0.0, 0.0, 0.0).max())
