@@ -68,10 +68,10 @@ def export_onnx(
         batch: Fixed number of samples, for networks that cannot be captured with a variable number.
         degree: Degree of all polynomials, 2 to 8. By default, each layer gets the lowest that the
             tolerance allows, judged by how its error affects the output.
-        tolerance: Largest allowed difference of an output, as a fraction of the largest output.
-            Default: 1e-4; 0.05 for approximate exports; 0.02 in float16 and 0.3 in INT8. In these
-            two, it applies to the file alone, and to an approximation only if it is larger than
-            0.05.
+        tolerance: Largest allowed difference of an output, as a fraction of its largest value: an
+            output that holds boxes in pixels beside scores says little about the scores. Default:
+            1e-4; 0.05 for approximate exports; 0.02 in float16 and 0.3 in INT8. In these two, it
+            applies to the file alone, and to an approximation only if it is larger than 0.05.
         calibrate: Batches of preprocessed images to check on, with or without labels, as from a
             DataLoader. If anything is approximated, every second image is used for fitting and the
             others for checking.
