@@ -114,6 +114,8 @@ def capture(
             exported = _exported(net, call, program.shapes, functional=True)
     except RetrofitError as error:
         advice = "some networks need a fixed `batch=1`, or no `dynamic_size`"
+        if len(call.tensors) > 1:
+            advice += ", or `inputs` whose number of samples is no other size of theirs"
         program.not_captured = f"{error}; {advice}"
         return program
     module = exported.module()

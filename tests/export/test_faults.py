@@ -221,6 +221,21 @@ def test_several_inputs_are_named_in_the_file(tmp_path: Path) -> None:
     assert len({value.name for value in onnx.load(tmp_path / "a.onnx").graph.input}) == 2
 
 
+class Shared(nn.Module):  # takes samples and a matrix for all of them
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return x @ matrix
+
+
+def test_a_size_that_is_the_number_of_samples_by_chance() -> None:
+    matrix = torch.randn(4, 4)
+    advice = "cannot capture .* whose number of samples is no other size of theirs$"
+    with pytest.warns(UserWarning, match=advice):
+        retrofit.fold(Shared(), inputs=(torch.randn(4, 4), matrix))
+    x = torch.randn(3, 4)
+    folded = retrofit.fold(Shared(), inputs=(x, matrix))
+    torch.testing.assert_close(folded(x[:2], matrix), x[:2] @ matrix)
+
+
 IMAGES = [torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))]
 POLY, FROZEN = (
     {"fold": "poly", "tolerance": 0.5},
