@@ -118,8 +118,7 @@ def _load_by_name(model: nn.Module, state: Tensors, partial: bool) -> Loaded:
     prefix = _prefix(ours, state)
     beside = weights_beside(prefix, state)
     state = _translated(model, under_prefix(prefix, state))
-    fitting = _fitting(ours, state)
-    unfit = [name for name in ours if name in state and name not in fitting]
+    unfit = _unfit(ours, state)
     taken = {name: tensor for name, tensor in state.items() if name not in unfit}
     left_random, unexpected = _load(model, taken)
     unexpected += beside
@@ -226,15 +225,19 @@ def _translated(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     # It was written for other checkpoints, and fails on this one in its own way.
     except Exception:
         return state
-    if len(_fitting(ours, converted)) > len(_fitting(ours, state)):
+    if _count_fitting(ours, converted) > _count_fitting(ours, state):
         return converted
     return state
 
 
-def _fitting(ours: Tensors, state: Tensors) -> set[str]:
-    """Return the names that both have, with tensors that fit."""
-    common = ours.keys() & state.keys()
-    return {name for name in common if _alike(ours[name], state[name], name)}
+def _unfit(ours: Tensors, state: Tensors) -> Names:
+    """Return the names that both have, with tensors that do not fit."""
+    common = [name for name in ours if name in state]
+    return [name for name in common if not _alike(ours[name], state[name], name)]
+
+
+def _count_fitting(ours: Tensors, state: Tensors) -> int:
+    return len(ours.keys() & state.keys()) - len(_unfit(ours, state))
 
 
 def _load_by_order(model: nn.Module, state: Tensors) -> Loaded:

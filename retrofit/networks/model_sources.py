@@ -3,7 +3,7 @@
 import difflib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -53,9 +53,7 @@ def parse(text: str) -> ModelSource:
         return ModelSource("timm", name)
     if text in torchvision_names:
         return ModelSource("torchvision", text)
-    every = [*timm.list_models(), *(f"tv:{name}" for name in torchvision_names)]
-    # Those of one network with its tags, if it has any.
-    raise _unknown(text, [*tagged] or every)
+    raise _unknown(text, tagged)
 
 
 def split_prefix(text: str) -> tuple[str, str]:
@@ -68,12 +66,16 @@ def split_prefix(text: str) -> tuple[str, str]:
     return prefix.replace("_", "-").lower(), rest
 
 
-def _unknown(text: str, names: list[str]) -> UsageError:
+def _unknown(text: str, tagged: Collection[str]) -> UsageError:
+    """Return the error for a name that means no network; `tagged` are a network's names with tags
+    where only the tag is unknown.
+    """
     if text and Path(text).exists():
         return UsageError(
             f"{text} is no network's name and no artifact; give an artifact (*.safetensors), or a "
             "network's name and a file of weights as its checkpoint"
         )
+    names = [*tagged] or [*timm.list_models(), *(f"tv:{name}" for name in list_models())]
     close = difflib.get_close_matches(text.lower(), names, n=5, cutoff=0.5)
     advice = f"did you mean {', '.join(close)}?"
     if not close:

@@ -123,8 +123,12 @@ def check(model: nn.Module, inputs: Inputs, *, strict: bool = False) -> BatchDep
     # A change that is NaN is none within the tolerance.
     if not change <= TOLERANCE:
         changes = _mixing_modules(network, replace(call, seed=largest), largest)
-    modules = {name or ROOT: module_change for name, module_change in changes.items()}
-    classes = {name or ROOT: type(network.get_submodule(name)).__name__ for name in changes}
+    modules: dict[str, float] = {}
+    classes: dict[str, str] = {}
+    for name, module_change in changes.items():
+        label = name or ROOT
+        modules[label] = module_change
+        classes[label] = type(network.get_submodule(name)).__name__
     result = BatchDependence(change, modules, classes)
     if strict and not result.passed:
         raise RetrofitError(

@@ -29,9 +29,8 @@ ABSENT = object()
 
 def tensor_restorer(tensor: Tensor, written: bool) -> Undo:
     """Remember a tensor: its class, its gradient, where its values lie, and, if they may be
-    written to, the values, on the CPU.
+    written to, the values.
     """
-    cls = type(tensor)
     put_class_back = class_restorer(tensor)
     trained = tensor.requires_grad
     gradient = None
@@ -39,10 +38,8 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Undo:
         gradient = tensor.grad
     memory = tensor.data
     # What another library makes of a tensor, a shard or a quantized one, is its own to keep.
-    ordinary = cls in (Tensor, nn.Parameter) and memory.layout == torch.strided
-    values = None
-    if written and ordinary and not memory.is_meta:
-        values = memory.to("cpu", copy=True)
+    is_ordinary = type(tensor) in (Tensor, nn.Parameter) and memory.layout == torch.strided
+    put_values_back = _values_restorer(memory, written and is_ordinary)
 
     def restore() -> None:
         put_class_back()
@@ -52,10 +49,19 @@ def tensor_restorer(tensor: Tensor, written: bool) -> Undo:
             tensor.requires_grad_(trained)
         if tensor.is_leaf and tensor.grad is not gradient:
             tensor.grad = gradient
-        if values is None:
-            return
-        values_now = memory.to("cpu")
-        if not torch.equal(values_now, values):
+        put_values_back()
+
+    return restore
+
+
+def _values_restorer(memory: Tensor, written: bool) -> Undo:
+    """Remember the values in a tensor's memory, on the CPU, if they may be written to."""
+    if not written or memory.is_meta:
+        return lambda: None
+    values = memory.to("cpu", copy=True)
+
+    def restore() -> None:
+        if not torch.equal(memory.to("cpu"), values):
             with torch.inference_mode(memory.is_inference()):
                 memory.copy_(values)
 
