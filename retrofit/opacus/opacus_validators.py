@@ -3,7 +3,8 @@
 Opacus has a registry of validators, which hears of trained layers of the registered class alone. So
 its checks of a whole network, `ModuleValidator.validate` and `GradSampleHooks.validate`, are
 replaced by ours, which call them. There is no registry for these. The same holds for
-`GradSampleHooks.add_hooks`, in front of which in-place activations are turned off.
+`GradSampleHooks.add_hooks`, in front of which in-place activations are turned off, and for
+`remove_hooks`, behind which they are turned on again.
 """
 
 from collections.abc import Collection
@@ -36,6 +37,9 @@ _AVERAGING = (_InstanceNorm, _InstanceNormalNorm)
 
 opacus_validate: Any = ModuleValidator.validate
 _opacus_add_hooks = GradSampleHooks.add_hooks
+_opacus_remove_hooks = GradSampleHooks.remove_hooks
+# The attribute of Opacus's hooks for the modules that worked in place before.
+_IN_PLACE = "_retrofit_in_place"
 
 
 @register_module_validator([*BATCH_DEPENDENT, BatchNormAct2d, SyncBatchNormAct])
@@ -200,15 +204,24 @@ def _errors_of_proxies(model: nn.Module) -> list[NotImplementedError]:
 
 
 def _add_hooks(self: GradSampleHooks, **options: Any) -> None:
-    """Opacus's hooks, on modules that leave their input as it is: an output behind a hook cannot be
-    changed in place.
+    """Opacus's hooks, on modules that leave their input as it is while they are there: an output
+    behind a hook cannot be changed in place.
     """
-    for module in self._module.modules():
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False
+    modules = list(self._module.modules())
+    in_place: Any = [module for module in modules if getattr(module, "inplace", False) is True]
+    for module in in_place:
+        module.inplace = False
+    vars(self)[_IN_PLACE] = in_place
     _opacus_add_hooks(self, **options)
+
+
+def _remove_hooks(self: GradSampleHooks) -> None:
+    _opacus_remove_hooks(self)
+    for module in vars(self).pop(_IN_PLACE, ()):
+        module.inplace = True
 
 
 ModuleValidator.validate = classmethod(_validate_network)
 GradSampleHooks.validate = classmethod(_validate_hooks)
 GradSampleHooks.add_hooks = _add_hooks
+GradSampleHooks.remove_hooks = _remove_hooks

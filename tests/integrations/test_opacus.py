@@ -5,6 +5,7 @@ gradients.
 import copy
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -319,6 +320,16 @@ def test_an_epoch_with_differential_privacy() -> None:
     assert not torch.equal(
         before["_module.conv_stem.weight"], model.state_dict()["_module.conv_stem.weight"]
     )
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_network_that_opacus_gives_back_is_saved_as_it_was(mode: str, tmp_path: Path) -> None:
+    model = converted("test_efficientnet", "ln", 0.5)
+    model = wrap_model(model, mode).to_standard_module()
+    retrofit.save(model, tmp_path / "a.safetensors")
+    x = torch.randn(2, 3, 64, 64)
+    opened = retrofit.load(tmp_path / "a.safetensors").eval()
+    torch.testing.assert_close(opened(x), model.eval()(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("target", [None, "inn"])
