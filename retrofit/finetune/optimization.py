@@ -1,5 +1,6 @@
 """The optimizer of a run and the schedule of its learning rate, both timm's."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,16 +37,10 @@ def parameter_groups(
             same rate in all.
         decay_norms: Whether to decay all parameters, as both papers do for ResNets.
     """
-    undecayed = _undecayed_names(model)
-    if layer_decay is None:
-        groups = param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed)
-    else:
-        groups = param_groups_layer_decay(
-            model, weight_decay, no_weight_decay_list=undecayed, layer_decay=layer_decay
-        )
+    groups = _timms_groups(model, weight_decay, layer_decay)
     proxy_norms = [module for module in model.modules() if isinstance(module, ProxyNorm)]
     _move_beside_gamma(proxy_norms, groups)
-    decayed = [parameter for norm in proxy_norms for parameter in norm.parameters(recurse=False)]
+    decayed = _own_parameters(proxy_norms)
     if decay_norms:
         decayed = list(model.parameters())
     decayed_ids = set(map(id, decayed))
@@ -54,11 +49,25 @@ def parameter_groups(
         parameters = group["params"]
         timms = [p for p in parameters if id(p) not in decayed_ids]
         ours = [p for p in parameters if id(p) in decayed_ids]
-        if timms:
-            split.append({**group, "params": timms})
-        if ours:
-            split.append({**group, "params": ours, "weight_decay": weight_decay})
-    return split
+        split.append({**group, "params": timms})
+        split.append({**group, "params": ours, "weight_decay": weight_decay})
+    return [group for group in split if group["params"]]
+
+
+def _own_parameters(layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the layers' parameters, without those of modules in them."""
+    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
+def _timms_groups(
+    model: nn.Module, weight_decay: float, layer_decay: float | None
+) -> list[dict[str, Any]]:
+    undecayed = _undecayed_names(model)
+    if layer_decay is None:
+        return param_groups_weight_decay(model, weight_decay, no_weight_decay_list=undecayed)
+    return param_groups_layer_decay(
+        model, weight_decay, no_weight_decay_list=undecayed, layer_decay=layer_decay
+    )
 
 
 def _move_beside_gamma(proxy_norms: list[ProxyNorm], groups: list[dict[str, Any]]) -> None:
@@ -71,7 +80,7 @@ def _move_beside_gamma(proxy_norms: list[ProxyNorm], groups: list[dict[str, Any]
     group_of = {id(parameter): group for group in groups for parameter in group["params"]}
     for proxy_norm in proxy_norms:
         home = group_of.get(id(getattr(proxy_norm.norm, "weight", None)))
-        for parameter in proxy_norm.parameters(recurse=False):
+        for parameter in _own_parameters([proxy_norm]):
             group = group_of.get(id(parameter))
             # Only what is trained is in a group.
             if home is None or group is None:

@@ -108,12 +108,7 @@ def fit_network(
     present = scores_of(network)
     class_names = images.names
     outputs = recipe.num_classes or len(class_names or ()) or present
-    needed = images.train.outputs or 0
-    if recipe.labelled and needed > outputs:
-        raise UsageError(
-            f"the data needs {plural(needed, 'output')}, one for each class; "
-            f"give `num_classes={needed}` or leave it out"
-        )
+    _refuse_too_few(outputs, images, recipe)
     new_tensors: tuple[str, ...] = ()
     if outputs != present:
         if recipe.teacher == "source":
@@ -131,6 +126,16 @@ def fit_network(
         labels = list(class_names) if len(class_names) == outputs else None
         set_record(network.model, labels=labels)
     return network, new_tensors
+
+
+def _refuse_too_few(outputs: int, images: Images, recipe: Recipe) -> None:
+    """Refuse fewer outputs than the data has classes."""
+    needed = images.train.outputs or 0
+    if recipe.labelled and needed > outputs:
+        raise UsageError(
+            f"the data needs {plural(needed, 'output')}, one for each class; "
+            f"give `num_classes={needed}` or leave it out"
+        )
 
 
 def _say_doubt(doubt: str, recipe: Recipe, note: Callable[[str], None]) -> None:

@@ -52,10 +52,11 @@ def lazy_names(
     """
     attribute, names, public = lazy_loader.attach_stub(package, file)
 
-    def named(name: str) -> Any:
+    def name_or_advice(name: str) -> Any:
+        """Return what has the name; raise a `MissingExtraError` where an extra brings it."""
         try:
             return attribute(name)
         except ModuleNotFoundError as error:
             raise named_extra(error) from None
 
-    return named, names, public
+    return name_or_advice, names, public

@@ -50,7 +50,11 @@ class Merges(nn.Linear):  # folds a factor into its weight for evaluation, as lo
         return super().train(mode)
 
 
-@pytest.mark.parametrize("look", [find_sites, lambda model: retrofit.update_bn([X], model)])
+def look_for_sites(model: nn.Module) -> None:
+    find_sites(model, lambda module: isinstance(module, nn.BatchNorm2d))
+
+
+@pytest.mark.parametrize("look", [look_for_sites, lambda model: retrofit.update_bn([X], model)])
 def test_a_graph_for_each_mode(look: Callable[[nn.Module], object]) -> None:
     model = create_feature_extractor(Drops(), ["dropout"]).train()
     look(model)
