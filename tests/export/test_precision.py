@@ -115,6 +115,7 @@ def test_steps_as_convolutions_are_the_same_function(ndim: int) -> None:
     torch.testing.assert_close(polynomial(x), expected)
 
 
+@pytest.mark.slow
 def test_an_exact_transform_behind_an_int8_convolution_in_openvino(tmp_path: Path) -> None:
     """OpenVINO moves the steps of 8 bits past multiplications and limits by constants."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm(8), nn.Conv2d(8, 4, 3)).eval()
