@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from retrofit.attack import Attack
 from retrofit.errors import RetrofitError
-from retrofit.images.dataset import ImageData, heed_no_signals
+from retrofit.images.dataset import ImageData
+from retrofit.images.workers import heed_the_main_process
 from retrofit.layers.strength import partial_state
 from retrofit.record import Preprocess
 from retrofit.utils.forward_pass import autocast, evaluating, memory_advice
@@ -137,7 +138,7 @@ def evaluate(
         pin_memory=device.type == "cuda",
         device=device,
         persistent_workers=False,
-        worker_seeding=heed_no_signals,
+        worker_seeding=heed_the_main_process,
     )
     done = 0
     resisted = None

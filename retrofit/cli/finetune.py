@@ -26,6 +26,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,9 @@ from retrofit.utils.text import printable
 if TYPE_CHECKING:
     from retrofit.networks.open_model import Network
 
+# Seconds within which signals are one request: `timeout` sends its signal to the process and to its
+# group.
+_ONE_REQUEST = 1.0
 _SHORT = {"batch_size": "-b", "workers": "-j"}
 _GROUPS = {
     "recipe": "The run",
@@ -238,20 +242,24 @@ def _course(lr: float, strength: float | None, images_per_second: float) -> str:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Yield a list that receives the signal asking the run to stop; a second one ends the run at
-    once.
+    """Yield a list that receives the signal asking the run to stop; a second request ends the run
+    at once.
     """
     received: list[int] = []
+    first = 0.0
 
     def handle(number: int, _frame: Any) -> None:
-        """Note the first signal.
+        """Note the first request.
 
         Raises:
             KeyboardInterrupt: At the second.
         """
-        if received:
+        nonlocal first
+        if not received:
+            received.append(number)
+            first = time.monotonic()
+        elif time.monotonic() > first + _ONE_REQUEST:
             raise KeyboardInterrupt
-        received.append(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from retrofit.errors import RetrofitError, UsageError
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_images import ImageSubset
-from retrofit.images.dataset import heed_no_signals
+from retrofit.images.workers import heed_the_main_process
 from retrofit.record import Preprocess
 from retrofit.utils.text import one_line, shortlist
 
@@ -129,7 +129,7 @@ class Batches:
             # The order does not hold the loader: workers end when nothing holds it.
             batch_sampler=self._batches,
             num_workers=recipe.workers,
-            worker_init_fn=heed_no_signals,
+            worker_init_fn=heed_the_main_process,
             persistent_workers=recipe.workers > 0,
             pin_memory=device.type == "cuda",
         )

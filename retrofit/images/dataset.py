@@ -7,7 +7,6 @@ other images than the user thinks, so here an unreadable image is marked, and a 
 error.
 """
 
-import signal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -363,17 +362,3 @@ def _named(
     if class_map is not None and dataset.lower().startswith("torch/"):
         raise UsageError(f"{dataset} does not tell what its classes are called; drop `class_map`")
     return ImageData(images)
-
-
-def heed_no_signals(_worker: object) -> Any:
-    """Ignore signals that go to a whole process group (Ctrl-C, `timeout`, a batch system): the main
-    process ends its workers itself.
-
-    It is for a DataLoader's `worker_init_fn`, and for timm's `worker_seeding`, which wants the
-    worker's seed, an int, as torch chose it.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    info = torch.utils.data.get_worker_info()
-    assert info is not None
-    return info.seed % 2**32

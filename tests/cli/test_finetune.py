@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 import retrofit
-from retrofit.cli import main
+from retrofit.cli import finetune, main
 from retrofit.cli.finetune import _GROUPS
 from retrofit.finetune.recipe import Recipe
 from tests.cli.conftest import Run, Start, answer, done
@@ -112,6 +112,16 @@ def test_a_control_run_whose_flags_win_over_the_recipe(run: Run) -> None:
     saved = yaml.safe_load(Path("out/recipe.yaml").read_text())
     expected = {"epochs": 1, "lr": 1e-12, "opt": "sgd", "scale": [0.5, 0.8], "model_ema": True}
     assert {name: saved[name] for name in expected} == expected
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with finetune._signals() as received:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+        monkeypatch.setattr(finetune, "_ONE_REQUEST", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.slow

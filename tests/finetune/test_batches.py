@@ -1,8 +1,7 @@
 """Order and augmentation of the training images, and what reaches the device."""
 
 import multiprocessing
-import os
-import signal
+import subprocess
 import weakref
 from pathlib import Path
 from typing import Any
@@ -73,10 +72,18 @@ def test_a_signal_to_the_whole_group_leaves_the_decoders_at_work(pictures: Path)
     epoch = batches(pictures, workers=1).epoch(0)
     next(epoch)
     for worker in multiprocessing.active_children():
-        assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGTERM)
-        os.kill(worker.pid, signal.SIGINT)
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        subprocess.run(["kill", "-INT", str(worker.pid)], check=True)
     assert len(list(epoch)) == 5
+
+
+def test_the_main_process_ends_its_decoders(pictures: Path) -> None:
+    epoch = batches(pictures, workers=1).epoch(0)
+    next(epoch)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == 0
 
 
 def test_two_processes_augment_as_one_does(pictures: Path) -> None:
