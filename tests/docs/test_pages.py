@@ -364,8 +364,8 @@ def test_the_gains_in_federated_averaging_are_the_recorded_ones() -> None:
     shown = [gains[arm].partition(" ")[0] for arm in (("bn", 0), ("probe", 0), ("probe", 1))]
     over_batch_norm, over_probe, second_over_probe = shown
     assert (
-        f"{over_batch_norm} points (BatchNorm: of all layers), {over_probe} over the last layer alone "
-        f"(MobileNetV2: {second_over_probe}, may be chance)"
+        f"{over_batch_norm} points over BatchNorm (all layers); {over_probe} over the last layer alone "
+        f"(in MobileNetV2 {second_over_probe}, may be chance)"
     ) in words_of(PAGES[0])
 
 
