@@ -2,13 +2,18 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from retrofit.errors import RetrofitError
 from retrofit.export.checked_fold import checked_fold
 from retrofit.export.request import Fold, Request, warn_of_runtime
 from retrofit.inputs import Inputs
+from retrofit.layers.strength import strength_layers
+
+_STRENGTHS = "folded_at"
 
 
 def fold(
@@ -64,4 +69,41 @@ def fold(
     if folded.comparison.not_checked:
         warnings.warn(str(folded.comparison), stacklevel=2)
     module: nn.Module = folded.program.module
+    strengths = [layer.stored_strength for layer in strength_layers(request.network)]
+    module._register_state_dict_hook(partial(_write_strengths, strengths))
+    module.register_load_state_dict_pre_hook(partial(_refuse_other_strengths, strengths))
     return module
+
+
+def _write_strengths(
+    strengths: list[float],
+    _module: nn.Module,
+    _state: dict[str, Any],
+    _prefix: str,
+    metadata: dict[str, Any],
+) -> None:
+    """Write the strengths that a network was folded at beside its state, where torch keeps versions.
+
+    They are numbers in its code, not tensors of its state.
+    """
+    metadata[_STRENGTHS] = strengths
+
+
+def _refuse_other_strengths(
+    strengths: list[float],
+    _module: nn.Module,
+    _state: dict[str, Any],
+    _prefix: str,
+    metadata: dict[str, Any],
+    *_: Any,
+) -> None:
+    """Refuse the state of a network that was folded at other strengths.
+
+    Raises:
+        RetrofitError: If it was.
+    """
+    if metadata.get(_STRENGTHS, strengths) != strengths:
+        raise RetrofitError(
+            "the state is of a network that was folded at another strength, which its tensors do "
+            "not hold; set_strength to that one, and fold again"
+        )
