@@ -1,7 +1,8 @@
 """What works from the wheel alone, without extras: run in an environment that holds nothing else.
 
 python bare.py             convert, save, load, fold, strength, Opacus's fixer; the extra that a
-command needs python bare.py README.md   the Python blocks of the page (with the extras)
+                           command needs
+python bare.py README.md   the Python blocks of the page (with the extras)
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import timm
 import torch
 from opacus.validators import ModuleValidator
+from torch.utils.data import DataLoader, TensorDataset
 
 import retrofit
 import retrofit.opacus
@@ -52,7 +54,9 @@ def page(path: Path) -> None:
     create = timm.create_model
     timm.create_model = lambda name, pretrained, **options: create(name, **options)  # no download
     blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
-    exec(compile("".join(blocks), path.name, "exec"), {"total_steps": 2})
+    images = TensorDataset(torch.randn(4, 3, 64, 64), torch.zeros(4).long())
+    names = {"total_steps": 2, "data_loader": DataLoader(images, 2)}
+    exec(compile("".join(blocks), path.name, "exec"), names)
 
 
 if __name__ == "__main__":
