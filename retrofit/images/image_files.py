@@ -24,7 +24,6 @@ _SUFFIXES = (
 _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 # First bytes of gzip, bzip2, xz and zstd files.
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-
 ADVICE = "give a folder or tar with a folder per class"
 
 # Offset and size in a file.
@@ -175,7 +174,6 @@ def _in_folder(root: Path) -> tuple[list[str], list[str]]:
         folders.sort()
         current = Path(folder)
         path = current.relative_to(root)
-
         status = os.stat(folder)
         identity = status.st_dev, status.st_ino
         first = first_paths.setdefault(identity, path)
