@@ -38,7 +38,6 @@ _TRIALS = 5
 # Share of the images that count as the worst
 _WORST = 0.01
 
-
 _Constants = dict[str, tuple[Tensor, Tensor]]
 """Weight and bias by layer."""
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -259,9 +259,10 @@ class Reference:
                 result, not_checked="every output is zero, which proves nothing; check the weights"
             )
         agreement = self._top1_agreement(outputs)
-        alike = not watched and self._answers_alike()
+        alike = not watched and self._answers_alike
         return replace(result, batches=self.batches, top1_agreement=agreement, alike=alike)
 
+    @cached_property
     def _answers_alike(self) -> bool:
         """Tell whether different samples get the same outputs within the tolerance."""
         inputs = [part.tensors for part in self.parts]

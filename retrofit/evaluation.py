@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from timm.data import create_loader
@@ -206,7 +206,7 @@ def predictions(model: nn.Module, batches: Iterable[Tensor]) -> list[int]:
     return predicted
 
 
-def are_scores(output: Any) -> bool:
+def are_scores(output: Any) -> TypeGuard[Tensor]:
     """Whether a model's output is class scores, (N, classes)."""
     return isinstance(output, Tensor) and output.ndim == 2
 
@@ -229,8 +229,7 @@ def class_scores(output: Any, outputs_needed: int | None = None) -> Tensor:
             f"{plural(outputs, 'score')}; use the model's own data, a `class_map`, "
             "or `num_classes` with a matching checkpoint"
         )
-    scores: Tensor = output.float()
-    return scores
+    return output.float()
 
 
 class ExportedNetwork(nn.Module):

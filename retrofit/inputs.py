@@ -144,11 +144,21 @@ def example_calls(
                 "`inputs` and `input_size` both say what the network is run on; leave one out"
             )
         return [call_with(inputs)]
-    return _random_calls(model, tuple(input_size or own_input_size(model)))
+    size = tuple(input_size or own_input_size(model))
+    # Anything may come out of a network's own code.
+    try:
+        return _random_calls(model, size)
+    except Exception as error:
+        raise RetrofitError(
+            f"the network did not take a random input of size {'x'.join(map(str, size))} "
+            f"({with_class(error)}); give example tensors with `inputs`, or another `input_size`"
+        ) from error
 
 
 def _random_calls(model: nn.Module, size: tuple[int, ...]) -> list[Call]:
-    """Return random calls that a network takes; see `example_calls`."""
+    """Return random calls that a network takes; raise what it raises on a single sample if it takes
+    none.
+    """
     placement = placement_of(model)
     refusals = []
     with undisturbed(model) as start_again:
@@ -159,15 +169,9 @@ def _random_calls(model: nn.Module, size: tuple[int, ...]) -> list[Call]:
             try:
                 calls[0].on(model)
                 return calls
-            # Anything may come out of a network's own code.
             except Exception as error:
                 refusals.append(error)
-    # What it says of a single sample.
-    refusal = refusals[0]
-    raise RetrofitError(
-        f"the network did not take a random input of size {'x'.join(map(str, size))} "
-        f"({with_class(refusal)}); give example tensors with `inputs`, or another `input_size`"
-    ) from refusal
+    raise refusals[0]
 
 
 def call_with(inputs: Inputs) -> Call:

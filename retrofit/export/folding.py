@@ -14,6 +14,8 @@ from retrofit.inputs import Inputs
 from retrofit.layers.strength import strength_layers
 
 _STRENGTHS = "folded_at"
+# Of what torch gives a hook on a state: module, state, prefix, metadata.
+_METADATA = 3
 
 
 def fold(
@@ -75,34 +77,21 @@ def fold(
     return module
 
 
-def _write_strengths(
-    strengths: list[float],
-    _module: nn.Module,
-    _state: dict[str, Any],
-    _prefix: str,
-    metadata: dict[str, Any],
-) -> None:
+def _write_strengths(strengths: list[float], *given: Any) -> None:
     """Write the strengths that a network was folded at beside its state, where torch keeps versions.
 
     They are numbers in its code, not tensors of its state.
     """
-    metadata[_STRENGTHS] = strengths
+    given[_METADATA][_STRENGTHS] = strengths
 
 
-def _refuse_other_strengths(
-    strengths: list[float],
-    _module: nn.Module,
-    _state: dict[str, Any],
-    _prefix: str,
-    metadata: dict[str, Any],
-    *_: Any,
-) -> None:
+def _refuse_other_strengths(strengths: list[float], *given: Any) -> None:
     """Refuse the state of a network that was folded at other strengths.
 
     Raises:
         RetrofitError: If it was.
     """
-    if metadata.get(_STRENGTHS, strengths) != strengths:
+    if given[_METADATA].get(_STRENGTHS, strengths) != strengths:
         raise RetrofitError(
             "the state is of a network that was folded at another strength, which its tensors do "
             "not hold; set_strength to that one, and fold again"

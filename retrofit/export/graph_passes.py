@@ -61,7 +61,6 @@ def replace_power_transforms(graph: CapturedGraph, fits: Mapping[Node, Replaceme
         x: Any = node.args[0]
         for part in (before, *replacement.parts):
             x = graph.insert(node, x, part)
-
         if graph.layers.get(name) != "frozen":
             graph.layers[name] = replacement.form
         if replacement.has_activation and transform.relu is not None:

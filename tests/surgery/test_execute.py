@@ -282,8 +282,10 @@ def test_an_input_size_that_is_given_counts() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8))
     assert retrofit.convert(copy.deepcopy(model), "bnn", input_size=(5,))[1].check is not None
     before = state(model)
-    with pytest.raises(RetrofitError, match="did not take a random input of size 7"):
-        retrofit.convert(model, "bnn", input_size=(7,))
+    # No tensor has the second size.
+    for size in (7, -7):
+        with pytest.raises(RetrofitError, match=f"did not take a random input of size {size}"):
+            retrofit.convert(model, "bnn", input_size=(size,))
     assert state(model) == before
 
 
