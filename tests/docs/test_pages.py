@@ -425,6 +425,14 @@ def test_the_times_of_readme_are_the_recorded_ones() -> None:
     assert f"Exported, `ln` takes {min(exported):.1f} to {max(exported):.1f} on a CPU." in said
 
 
+GLUED = re.compile(r"^(?!    |\|).*[.;:)] - [*\[`\w].*$", re.MULTILINE)
+
+
+def test_each_item_of_a_list_stands_on_a_line_of_its_own() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        assert not GLUED.findall(page.read_text()), page.name
+
+
 def test_readme_is_short() -> None:
     assert len(PAGES[0].read_text().split()) <= 900
     pages = [
