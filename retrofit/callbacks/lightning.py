@@ -17,7 +17,7 @@ class LightningStrength(StrengthWalk, Callback):
 
     Args:
         **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's
-          estimate.
+            estimate.
     """
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -15,7 +15,7 @@ class TransformersStrength(StrengthWalk, TrainerCallback, ExportableState):
 
     Args:
         **options: Arguments of `StrengthSchedule`; `total_steps` defaults to the trainer's number
-          of steps.
+            of steps.
     """
 
     def on_train_begin(

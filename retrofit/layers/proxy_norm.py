@@ -50,12 +50,11 @@ class ProxyNorm(StrengthMixin):
     paper's layer:
 
     - `strength` t blends z with the plain activation, phi + t * (z - phi): the activation itself at
-    t = 0, z at t = 1.
-    - `restore` gives back what was removed: z * restore_scale + restore_shift, with sqrt(Var_p +
-    eps) and E_p as they
-      were when `seed_restore` was last called. The step is the plain activation until gamma or beta
-      changes. From then on, each channel keeps the mean and scale that the next layer was trained
-      for.
+      t = 0, z at t = 1.
+    - `restore` gives back what was removed: z * restore_scale + restore_shift, with
+      sqrt(Var_p + eps) and E_p as they were when `seed_restore` was last called. The step is the
+      plain activation until gamma or beta changes. From then on, each channel keeps the mean and
+      scale that the next layer was trained for.
 
     Args:
         activation: Elementwise module or function. Parameters per channel (PReLU) are evaluated per

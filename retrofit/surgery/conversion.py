@@ -84,7 +84,7 @@ def convert(
         strength: Strength of the layers converted now, from 0 (the source) to 1 (the target); None
             for 0.
         **options: Options of the target. With `calibrate`, the report counts unchanged predictions
-          on those images.
+            on those images.
 
     Returns:
         The network to use, and the report.
