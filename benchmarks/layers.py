@@ -1,7 +1,6 @@
 """Time and peak memory of the layers against torch's own, over the shapes of real networks.
 
     python benchmarks/layers.py [--device cpu|cuda] [--dtype float32|bfloat16] [--channels-last]
-    [--repeats N]
 
 Each shape is timed in rounds, in which every contender takes its turn, so that whatever else the
 machine does falls on all of them; the figures are medians over the rounds, and ratios are of the

@@ -2,7 +2,6 @@
 networks.
 
     python benchmarks/step.py --model resnet18 [--batch 16] [--mode train|eval] [--device cpu|cuda]
-    [--repeats N]
 
 The source network, its conversion at full strength with eager and with compiled kernels (Triton's
 on a GPU), and the same network with the paper's formulas as they read, left to autograd, take turns

@@ -2,8 +2,8 @@
 imported separately.
 
     trainer = lightning.Trainer(callbacks=[retrofit.callbacks.LightningStrength(ramp=0.5)])
-    trainer = transformers.Trainer(...,
-    callbacks=[retrofit.callbacks.TransformersStrength(ramp=0.5)])
+    callback = retrofit.callbacks.TransformersStrength(ramp=0.5)
+    trainer = transformers.Trainer(..., callbacks=[callback])
 
 Their arguments are `StrengthSchedule`'s; `total_steps` defaults to the trainer's own. The shape
 "there-and-back" is refused, because at the turn it needs `retrofit.recentre`, and images.

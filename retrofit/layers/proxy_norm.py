@@ -31,8 +31,8 @@ class ProxyNorm(StrengthMixin):
     affine part. Per channel, the activation step phi(gamma * y + beta) becomes:
 
         z = (phi(gamma * y + beta) - E_p) / sqrt(Var_p + eps)
-        E_p, Var_p = mean and variance of phi(gamma * Y + beta),  Y ~ N(proxy_bias, (1 +
-        proxy_scale)^2)
+        E_p, Var_p = mean and variance of phi(gamma * Y + beta)
+        Y ~ N(proxy_bias, (1 + proxy_scale)^2)
 
     E_p and Var_p are computed on `samples` values of Y, uniform in probability, in at least
     float32. They depend only on parameters, so training and evaluation compute the same function
