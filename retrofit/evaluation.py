@@ -7,7 +7,7 @@ metadata say.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -52,6 +52,8 @@ class Accuracy:
     loss: float = math.nan
     # Images whose class has the highest score under attack too.
     attacked1: int | None = None
+    # Images of each output's class.
+    class_counts: tuple[int, ...] = ()
 
     @property
     def top1(self) -> float:
@@ -70,6 +72,30 @@ class Accuracy:
             return None
         return 100 * self.attacked1 / self.images
 
+    @property
+    def majority_top1(self) -> float:
+        """Top-1 accuracy, in percent, of always answering the most frequent class."""
+        return 100 * max(self.class_counts, default=0) / self.images
+
+    def no_better_than_one_answer(self, names: Sequence[str] | None) -> str:
+        """Say so if always answering the most frequent class is as accurate; else empty.
+
+        Top-1 says nothing then, however high it is. Outputs are called by `names` if they have any.
+        """
+        most = max(self.class_counts, default=0)
+        if self.correct1 > most:
+            return ""
+        answer = self.class_counts.index(most)
+        name = f"class {answer}"
+        if names is not None and answer < len(names):
+            name = shown(names[answer])
+        if most == self.images:
+            return f"all images are of {name}: top-1 says nothing of other classes"
+        return (
+            f"top-1 is no better than always answering {name}, which is right for {most} of "
+            f"{self.images} images"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
         return {
@@ -79,6 +105,7 @@ class Accuracy:
             "loss": self.loss,
             "correct1": self.correct1,
             "correct5": self.correct5,
+            "majority_top1": self.majority_top1,
             "skipped": list(self.skipped),
         }
 
@@ -147,6 +174,8 @@ def evaluate(
     ranks: list[Tensor] = []
     # Of images whose scores are finite, (N,) a batch.
     losses: list[Tensor] = []
+    # (N,) a batch.
+    seen: list[Tensor] = []
     inference = torch.inference_mode(attack is None)
     with advice, left_as_it_was(model), inference, torch.no_grad(), autocast(device, amp):
         for pixels, targets in loader:
@@ -155,6 +184,7 @@ def evaluate(
             if readable.any():
                 inputs = pixels[readable].contiguous(memory_format=layout)
                 labels = targets[readable]
+                seen.append(labels)
                 scores = class_scores(model(inputs), data.outputs)
                 finite = scores.isfinite().all(dim=1)
                 best = scores.topk(min(5, scores.shape[1]), dim=1).indices
@@ -174,15 +204,18 @@ def evaluate(
         )
     all_ranks = torch.cat(ranks)
     all_losses = torch.cat(losses).cpu().double()
+    outputs = scores.shape[1]
+    class_counts = torch.cat(seen).cpu().bincount(minlength=outputs)
     return Accuracy(
         images=len(all_ranks),
         correct1=int(all_ranks[:, 0].sum()),
         correct5=int(all_ranks.sum()),
-        outputs=scores.shape[1],
+        outputs=outputs,
         skipped=tuple(skipped),
         not_finite=len(all_ranks) - len(all_losses),
         loss=float(all_losses.mean()),
         attacked1=resisted,
+        class_counts=tuple(class_counts.tolist()),
     )
 
 

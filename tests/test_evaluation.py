@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from retrofit.attack import Attack, Kind, attack_on
 from retrofit.errors import RetrofitError
-from retrofit.evaluation import evaluate, predictions
+from retrofit.evaluation import Accuracy, evaluate, predictions
 from retrofit.images.dataset import open_images
 from tests.pictures import PLAIN, Colours, write_tar
 
@@ -35,6 +35,23 @@ def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None
     each = -scores.log_softmax(dim=1)
     wanted = (4 * each[0, 0] + 2 * each[0, 1] + 2 * each[1, 1] + 4 * each[2, 2]) / 12
     assert result.loss == pytest.approx(float(wanted), rel=1e-5)
+    assert result.class_counts == (4, 4, 4, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("right", "counts", "said"),
+    [
+        (9, (1, 9, 0), "no better than always answering 'ill', which is right for 9 of 10 images"),
+        (10, (1, 9, 0), ""),
+        (7, (0, 0, 10), "all images are of class 2: top-1 says nothing of other classes"),
+    ],
+)
+def test_one_answer_to_all_is_as_accurate(right: int, counts: tuple[int, ...], said: str) -> None:
+    result = Accuracy(10, right, 10, 3, class_counts=counts)
+    assert result.majority_top1 == 10.0 * max(counts)
+    found = result.no_better_than_one_answer(["well", "ill"])
+    assert found.endswith(said)
+    assert bool(found) == bool(said)
 
 
 def test_unreadable_images_are_listed_and_not_replaced(folder: Path, tmp_path: Path) -> None:

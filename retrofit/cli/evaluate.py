@@ -108,6 +108,9 @@ def command(model: str, runtime: Any, attack: Any, eps: float | None, **argument
     _warn_of(result, data.doubt(result.outputs, network.labels))
     say(f"top-1 {result.top1:.2f}% ({result.correct1} of {result.images})", "bold")
     say(f"top-5 {result.top5:.2f}% ({result.correct5} of {result.images})", "bold")
+    doubt = result.no_better_than_one_answer(data.names)
+    if doubt:
+        warn(doubt)
     answer |= result.to_dict()
     if under is not None:
         attacked = f"top-1 {result.attacked_top1:.2f}% ({result.attacked1} of {result.images})"

@@ -1,12 +1,13 @@
 """A run that learns nothing, and the likely cause."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from retrofit.evaluation import Accuracy
 from retrofit.finetune.recipe import Recipe
 from retrofit.utils.forward_pass import device_of, evaluating
 
@@ -19,7 +20,9 @@ _SAME = 0.05
 
 @dataclass
 class ChanceWatch:
-    """Warns once, after warm-up, that a run learns nothing, and says why."""
+    """Warns once, after warm-up, that a run learns nothing, and says why; or in the end that its
+    top-1 is that of the most frequent class.
+    """
 
     # The settings of the run.
     recipe: Recipe
@@ -29,17 +32,19 @@ class ChanceWatch:
     classes: int | None
     # Whether the run began with random weights.
     untrained: bool
+    # Names of the outputs.
+    names: Sequence[str] | None = None
     _in_a_row: int = 0
     _has_warned: bool = False
 
     def warning(
-        self, row: dict[str, Any], images: int, model: nn.Module, few: Iterator[Tensor]
+        self, row: dict[str, Any], accuracy: Accuracy, model: nn.Module, few: Iterator[Tensor]
     ) -> str | None:
         """Return a warning after an epoch, or None.
 
         Args:
             row: The epoch's metrics.
-            images: How many images they were measured on.
+            accuracy: What they were taken from.
             model: The network.
             few: Gives some images, (N, C, H, W), if asked.
         """
@@ -54,9 +59,12 @@ class ChanceWatch:
         is_early = epoch < max(2, recipe.warmup + 1)
         if is_early and not is_last:
             return None
-        if not at_chance(top1, loss, images, classes):
+        if not at_chance(top1, loss, accuracy.images, classes):
             self._in_a_row = 0
-            return None
+            if not is_last:
+                return None
+            doubt = accuracy.no_better_than_one_answer(self.names)
+            return f"warning: {doubt}" if doubt else None
         self._in_a_row += 1
         # A rising strength may cost accuracy for an epoch.
         if self._in_a_row < 2 and not is_last:

@@ -23,9 +23,15 @@ from retrofit.finetune.run_report import RunCallback
 from retrofit.finetune.step_gate import StepGate
 from retrofit.finetune.strength_schedule import StrengthSchedule
 from retrofit.finetune.validation import validation_share
+from retrofit.images.dataset import ImageData
 from retrofit.networks.open_model import Network
 from retrofit.running_statistics import sync_norms
 from retrofit.surgery import strength_layers
+
+
+def _identity(data: ImageData) -> list[Any]:
+    """Return what tells images from others: their order decides which are held out."""
+    return [len(data.images), data.fingerprint]
 
 
 class PreparedRun:
@@ -88,7 +94,8 @@ class PreparedRun:
         self.position = Position(steps)
         weights = network.weights["kind"]
         untrained = weights == "random"
-        self.chance = ChanceWatch(recipe, steps, classes, untrained)
+        names = network.labels
+        self.chance = ChanceWatch(recipe, steps, classes, untrained, names)
         self._set_up_training()
 
     def _set_up_data(self, images: Images, labeller: nn.Module | None) -> None:
@@ -107,7 +114,7 @@ class PreparedRun:
         # Settings and data that must be the same when the run is resumed.
         self.kept = {
             **settings,
-            "images": len(train),
+            "images": [_identity(images.train), images.val and _identity(images.val)],
             "classes": images.names and list(images.names),
             "processes": processes,
         }

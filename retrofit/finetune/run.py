@@ -333,7 +333,7 @@ class Run(PreparedRun):
         # The callback may look at the files.
         self.callback.epoch(row)
         if accuracy is not None:
-            self._warn_of_chance(row, accuracy.images)
+            self._warn_of_chance(row, accuracy)
 
     def _estimate_statistics(self) -> None:
         if self.recipe.precise_bn is None:
@@ -350,9 +350,9 @@ class Run(PreparedRun):
         self._list_unreadable(accuracy.skipped, "it is left out")
         return accuracy
 
-    def _warn_of_chance(self, row: dict[str, Any], images: int) -> None:
+    def _warn_of_chance(self, row: dict[str, Any], accuracy: Accuracy) -> None:
         few = self.plain_images.batches(_FEW, _FEW)
-        warning = self.chance.warning(row, images, self.validated, few)
+        warning = self.chance.warning(row, accuracy, self.validated, few)
         if warning is not None:
             self.callback.note(warning)
 

@@ -85,6 +85,11 @@ def _in_output_order(recipe: Recipe, train: ImageData, labels: Sequence[str] | N
         raise RetrofitError(
             f"the data has a single class; give a folder per class, or {UNLABELLED}"
         )
+    if train.classless:
+        raise RetrofitError(
+            f"{shortlist(train.classless)} lie beside the folders of the classes, in none of them; "
+            "move or remove them"
+        )
     if train.matched == "order" and _keeps_classifier(recipe, train, labels):
         return train.mapped(labels=labels)
     return train

@@ -27,7 +27,7 @@ from retrofit.networks.state_tensors import state_tensors
 from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import set_record
 from retrofit.utils.forward_pass import evaluating
-from retrofit.utils.text import one_line, plural
+from retrofit.utils.text import one_line, plural, shortlist
 
 # Weights and biases of a head, or of two with a distillation token.
 _MOST_NEW_TENSORS = 4
@@ -117,7 +117,10 @@ def fit_network(
                 f"{plural(outputs, 'class')}; give `class_map`, or {UNLABELLED}"
             )
         network, new_tensors = with_classes(network, outputs)
-        note(f"new classifier: {outputs} outputs in place of {present}, initialized to zero")
+        named = ""
+        if class_names is not None and len(class_names) == outputs:
+            named = f" ({shortlist(class_names)})"
+        note(f"new classifier: {outputs} outputs{named} in place of {present}, initialized to zero")
     elif recipe.labelled:
         doubt = images.train.doubt(outputs, network.labels)
         _say_doubt(doubt, recipe, note)

@@ -83,11 +83,13 @@ def validate(
     if finite:
         loss_sum = result.loss * finite
     counts = [result.images, result.correct1, result.correct5, finite, loss_sum]
-    seen, correct1, correct5, finite_seen, loss = summed(counts, accelerator)
+    sums = summed([*counts, *result.class_counts], accelerator)
+    seen, correct1, correct5, finite_seen, loss, *class_counts = sums
     return replace(
         result,
         images=round(seen),
         correct1=round(correct1),
         correct5=round(correct5),
         loss=loss / finite_seen if finite_seen else math.nan,
+        class_counts=tuple(map(round, class_counts)),
     )

@@ -7,8 +7,10 @@ other images than the user thinks, so here an unreadable image is marked, and a 
 error.
 """
 
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +35,12 @@ _SPLITS = (*_TRAIN_NAMES, *TO_VALIDATE, "test", "testing")
 # torchvision checks the names of these itself; of all others it gives the test images for any word
 # but "train".
 _CHECKED_SPLITS = ("torch/imagenet", "torch/inat", "torch/inaturalist", "torch/places365")
+
+
+# How many of a folder's images are looked at for their range.
+_LOOKED_AT = 4
+# 16-bit images without a brighter pixel use less than a quarter of their range.
+_DARK = 2**14
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -66,15 +74,62 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, int]]):
 
     def _decoded(self, index: int) -> tuple[Image.Image, int]:
         file, target = self._reader[index][:2]
-        with file, warnings.catch_warnings():
-            # An image beyond Pillow's limit is an error, and listed; one beyond half of it is not.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with file if isinstance(file, Image.Image) else Image.open(file) as image:
-                return _in_8_bits(image).convert(self._mode), target
+        with file, _decoding(file) as image:
+            return _in_8_bits(image).convert(self._mode), target
 
     def unreadable(self, target: int) -> str:
         """Return the name of the file behind a negative target."""
         return str(self._reader.filename(-1 - target))
+
+
+@contextmanager
+def _decoding(file: Any) -> Iterator[Image.Image]:
+    """Yield the image in a file, or the one that is given."""
+    with warnings.catch_warnings():
+        # An image beyond Pillow's limit is an error, and listed; one beyond half of it is not.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        with file if isinstance(file, Image.Image) else Image.open(file) as image:
+            yield image
+
+
+class _Numbered:
+    """torchvision's images as a reader, which have numbers in place of file names."""
+
+    def __init__(self, images: Any) -> None:
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._images[index]
+
+    def filename(self, index: int) -> str:
+        return f"image {index}"
+
+
+def _has_16_bits(image: Image.Image) -> bool:
+    of_unsaid_depth = image.mode == "I" and image.format in ("PNG", "PPM")
+    return image.mode.startswith("I;16") or of_unsaid_depth
+
+
+def _lost_levels(files: ImageFiles) -> tuple[str, ...]:
+    """Say so if 16-bit images use so little of their range, as those of a 12-bit camera do, that 8
+    bits keep few of their levels; some of them are looked at.
+    """
+    brightest = 0
+    for index in range(0, len(files), math.ceil(len(files) / _LOOKED_AT)):
+        # One that cannot be read is listed when it is needed.
+        with suppress(Exception), _decoding(files[index][0]) as image:
+            if not _has_16_bits(image):
+                return ()
+            brightest = max(brightest, int(np.asarray(image).max()))
+    if not 0 < brightest < _DARK:
+        return ()
+    return (
+        f"16-bit images that were looked at have no pixel above {brightest} of 65535, so that "
+        f"{brightest // 257 + 1} of 256 levels are used; scale their pixels to the whole range",
+    )
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
@@ -83,8 +138,7 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
     Raises:
         ValueError: If the range of the pixels is unknown.
     """
-    holds_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
-    if image.mode.startswith("I;16") or holds_16_bits:
+    if _has_16_bits(image):
         pixels = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((pixels + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
@@ -125,6 +179,10 @@ class ImageData:
     names: tuple[str, ...] | None = None
     # Sentences for the user.
     notes: tuple[str, ...] = ()
+    # A hash of the names of all image files, of which `images` may be a part; None without files.
+    fingerprint: str | None = None
+    # Images that lie in no class's folder, where others do.
+    classless: tuple[str, ...] = ()
 
     def contradicts(self, labels: Sequence[str] | None) -> bool:
         """Whether classes were matched to outputs by order alone, and a model's `labels` are other
@@ -326,8 +384,13 @@ def _of_files(data_dir: FileName, split: str, mode: str) -> ImageData:
     files = ImageFiles(Path(data_dir), _split_folder(data_dir, split) or ".")
     notes: tuple[str, ...] = ()
     if files.empty:
-        notes = (f"no image in {shortlist(files.empty)}: no class of its own",)
-    return _of_classes(LabelledImages(files, mode), files.classes, notes)
+        notes += (f"no image in {shortlist(files.empty)}: no class of its own",)
+    if files.hidden:
+        left_out = plural(len(files.hidden), "image")
+        notes += (f"{left_out} in hidden folders left out ({shortlist(files.hidden)})",)
+    notes += _lost_levels(files)
+    data = _of_classes(LabelledImages(files, mode), files.classes, notes)
+    return replace(data, fingerprint=files.fingerprint(), classless=files.classless())
 
 
 def _of_classes(images: Any, classes: Sequence[str], notes: tuple[str, ...] = ()) -> ImageData:
@@ -357,6 +420,8 @@ def _named(
         return ImageData(LabelledImages(images.reader, mode))
     # torchvision's datasets name their classes, in order.
     classes = getattr(images, "classes", None)
+    if dataset.lower().startswith("torch/"):
+        images = LabelledImages(_Numbered(images), mode)
     if isinstance(classes, list | tuple):
         return _of_classes(images, [str(name) for name in classes])
     if class_map is not None and dataset.lower().startswith("torch/"):

@@ -1,5 +1,6 @@
 """Image files in a folder or a tar, a folder per class."""
 
+import hashlib
 import io
 import os
 import re
@@ -26,6 +27,9 @@ _TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 ADVICE = "give a folder or tar with a folder per class"
 
+# A hidden folder in a path: of notebooks, editors and systems, and no class.
+_HIDDEN = re.compile(r"(^|/)\.[^/]*/")
+
 # Offset and size in a file.
 Extent = tuple[int, int]
 _WHOLE: Extent = (0, -1)
@@ -36,7 +40,7 @@ _EMPTY: Extent = (0, 0)
 class ImageFiles:
     """Images below a folder, or inside a tar and the tars in it, in natural order.
 
-    Their folders are the classes.
+    Their folders are the classes. Hidden folders, such as .ipynb_checkpoints, are left out.
 
     Args:
         root: The folder or tar.
@@ -54,11 +58,18 @@ class ImageFiles:
         self.root = str(root)
         # Folders without an image, which are no classes.
         self.empty: list[str] = []
+        # What precedes a path inside the folder that is meant.
+        self._above = ""
         if self._packed:
             extents = _below(_in_tar(root), folder)
+            self._above = _prefix(folder)
         else:
             names, self.empty = _in_folder(root)
             extents = dict.fromkeys(names, _WHOLE)
+        # Images in hidden folders, which are left out.
+        self.hidden = [name for name in extents if _HIDDEN.search(name)]
+        for name in self.hidden:
+            del extents[name]
         if not extents:
             raise RetrofitError(
                 f"no images found in {root} (.png, .jpg, .webp, .tif, ...); {ADVICE}"
@@ -91,6 +102,21 @@ class ImageFiles:
     def filename(self, index: int) -> str:
         """Return an image's path inside the folder or tar."""
         return self._names[index]
+
+    def classless(self) -> tuple[str, ...]:
+        """Return the paths of images that lie in no class's folder, where others do."""
+        if len(self.classes) == 1:
+            return ()
+        return tuple(name for name in self._names if os.sep not in self._inner(name))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the images' paths, the same for a folder and its tar."""
+        lines = [self._inner(name) + "\n" for name in self._names]
+        return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+    def _inner(self, name: str) -> str:
+        """Return an image's path inside the folder that is meant."""
+        return name.removeprefix(self._above)
 
 
 def is_split(root: Path, name: str, usual: Collection[str]) -> bool:
@@ -155,11 +181,16 @@ def folders_of_folders(root: Path, names: Collection[str]) -> list[str]:
 
 def _below(extents: dict[str, Extent], folder: str) -> dict[str, Extent]:
     """Return the images that lie in a folder of a tar, "." for all."""
-    if folder == ".":
-        return extents
     # Paths are slow: there may be millions of them.
-    prefix = os.path.join(os.path.normpath(folder), "")
+    prefix = _prefix(folder)
     return {name: extent for name, extent in extents.items() if name.startswith(prefix)}
+
+
+def _prefix(folder: str) -> str:
+    """Return what the paths of a tar's images in a folder begin with, "." for all."""
+    if folder == ".":
+        return ""
+    return os.path.join(os.path.normpath(folder), "")
 
 
 def _in_folder(root: Path) -> tuple[list[str], list[str]]:

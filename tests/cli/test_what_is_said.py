@@ -238,8 +238,11 @@ def test_figures_and_json(run: Run) -> None:
         "top5": 100.0,
         "loss": pytest.approx(1.218, abs=0.001),
     }
+    expected |= {"majority_top1": pytest.approx(100 / 3)}
     assert answer(result) == {**expected, "correct1": 4, "correct5": 12}
     said = ["weights: checkpoint w.pth", "top-1 33.33% (4 of 12)", "top-5 100.00% (12 of 12)"]
+    doubt = "top-1 is no better than always answering 'ant', which is right for 4 of 12 images"
+    said.append(f"warning: {doubt}")
     assert result.stderr.splitlines() == said
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from retrofit.evaluation import Accuracy
 from retrofit.finetune.chance_watch import ChanceWatch, all_alike, at_chance, explanation
 from retrofit.finetune.recipe import Recipe
 from tests.finetune.conftest import Listener, Train, small_network
@@ -58,9 +59,24 @@ def test_a_run_that_falls_back_to_chance_is_warned_of_once() -> None:
     warned = []
     for epoch, top1 in enumerate((10.0, 10.0, 10.0, 50.0, 10.0, 10.0, 10.0, 50.0, 10.0), 1):
         row = {"epoch": epoch, "val_top1": top1, "val_loss": math.log(10)}
-        if watch.warning(row, 300, nn.Identity(), iter(())):
+        accuracy = Accuracy(300, 3 * round(top1), 300, 10)
+        if watch.warning(row, accuracy, nn.Identity(), iter(())):
             warned.append(epoch)
     assert warned == [3]
+
+
+@pytest.mark.parametrize(("right", "warned"), [(95, [3]), (96, [])])
+def test_a_run_that_gives_one_answer_alone_is_warned_of_at_its_end(
+    right: int, warned: list[int]
+) -> None:
+    watch = ChanceWatch(Recipe(epochs=3), 100, 2, untrained=False, names=("well", "ill"))
+    accuracy = Accuracy(100, right, 100, 2, class_counts=(5, 95))
+    found = {}
+    for epoch in (1, 2, 3):
+        row = {"epoch": epoch, "val_top1": float(right), "val_loss": 0.2}
+        found[epoch] = watch.warning(row, accuracy, nn.Identity(), iter(()))
+    assert [epoch for epoch, said in found.items() if said] == warned
+    assert "always answering 'ill'" in str(found[3]) or not warned
 
 
 def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:

@@ -245,6 +245,11 @@ def test_a_run_goes_on_with_the_same_data_and_settings_alone(
         with pytest.raises(RetrofitError, match=f"^{what} {began}"):
             resume()
         (tmp_path / "elsewhere").rename(pictures / gone)
+    # As many images, but in another order: another part of them is held out.
+    (pictures / "bee" / "0.png").rename(pictures / "bee" / "9.png")
+    with pytest.raises(RetrofitError, match=f"^images {began}"):
+        resume()
+    (pictures / "bee" / "9.png").rename(pictures / "bee" / "0.png")
     file = tmp_path / "run" / "state" / "last.pt"
     state, whole = load_state(tmp_path / "run"), file.read_bytes()
     torch.save({**state, "kept": {**state["kept"], "processes": 2}}, file)
@@ -445,7 +450,8 @@ def test_a_new_head_is_trained_and_unconverted_layers_are_frozen_whole(
         "strength_ramp": 1.0,
     }
     train("run", network, epochs=1, callback=listener, **settings)
-    assert "new classifier: 3 outputs in place of 1000, initialized to zero" in listener.notes
+    classifier = "3 outputs (ant, bee, cat) in place of 1000"
+    assert f"new classifier: {classifier}, initialized to zero" in listener.notes
     start = weights(tmp_path / "run" / "state", "start")
     assert not start["fc.weight"].any()
     for name in ("last", "best"):

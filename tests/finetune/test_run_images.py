@@ -15,6 +15,7 @@ from retrofit.finetune.run_images import Images, ImageSubset, open_data
 from retrofit.images import dataset
 from retrofit.images.dataset import open_images
 from tests.finetune.test_batches import batches
+from tests.pictures import write_tar
 
 
 def data(pictures: Path | None, labels: list[str] | None = None, **settings: Any) -> Images:
@@ -101,10 +102,33 @@ def test_a_torchvision_dataset(
     )
     images = data(root, ["cat", "bee", "ant"], dataset="torch/cifar10")
     assert (images.names, len(images.val.images)) == (("cat", "bee", "ant"), 24)
+    images.val.images.transform = torch.nn.Identity()
     assert {images.val.images[number][1] for number in (0, 1)} == {2}  # ants
     pixels, targets = next(batches(root, dataset="torch/cifar10").epoch(0))
     assert pixels.shape == (4, 3, 16, 16)
     assert targets.max() < 3
+
+
+@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
+def test_a_torchvision_dataset_has_the_channels_that_are_asked_for(
+    pictures: Path, monkeypatch: pytest.MonkeyPatch, channels: int, mode: str
+) -> None:
+    (pictures / "ant" / "0.png").write_bytes(b"no picture")
+    monkeypatch.setattr(dataset, "create_dataset", lambda *_, **__: ImageFolder(pictures))
+    images = open_images(pictures, dataset="torch/mnist", split="train", channels=channels).images
+    images.transform = torch.nn.Identity()
+    (_, target), (image, _) = images[0], images[1]
+    assert image.mode == mode
+    assert images.unreadable(target) == "image 0"
+
+
+def test_images_beside_the_classes_are_refused_in_training(pictures: Path, tmp_path: Path) -> None:
+    """They would be a class without a name, the first of all."""
+    shutil.copy(pictures / "ant" / "0.png", pictures / "cover.png")
+    split = parts(tmp_path / "root", pictures, "train")
+    for where in (pictures, split, write_tar(split, tmp_path / "all.tar")):
+        with pytest.raises(RetrofitError, match=r"cover\.png lie beside the folders of the cl"):
+            data(where)
 
 
 def test_batches_to_measure_on_hold_every_class(pictures: Path) -> None:

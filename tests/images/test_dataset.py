@@ -5,6 +5,7 @@ what is refused.
 import gzip
 import io
 import os
+import shutil
 import tarfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -390,6 +391,47 @@ def test_a_folder_without_images_is_said_to_be_no_class(folder: Path) -> None:
     data = open_images(folder)
     assert data.names == ("ant", "bee", "cat")
     assert data.notes == ("no image in dog: no class of its own",)
+
+
+def test_images_in_hidden_folders_are_no_class(folder: Path, tmp_path: Path) -> None:
+    hidden = folder / "ant" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    (folder / "ant" / "0.png").rename(hidden / "0-checkpoint.png")
+    for root in (folder, write_tar(folder, tmp_path / "p.tar")):
+        data = open_images(root)
+        assert (data.names, len(data.images)) == (("ant", "bee", "cat"), 11)
+        (note,) = data.notes
+        assert note.startswith("1 image in hidden folders left out (ant/.ipynb_checkpoints/0")
+
+
+def test_a_folder_and_its_tar_have_one_fingerprint(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "all" / "train")
+    tar = write_tar(tmp_path / "all", tmp_path / "p.tar")
+    found = {
+        open_images(root, split=split).fingerprint
+        for root, split in ((folder, "."), (tmp_path / "all", "train"), (tar, "train"))
+    }
+    assert len(found) == 1
+    (folder / "ant" / "0.png").rename(folder / "ant" / "9.png")
+    assert open_images(folder).fingerprint not in found
+
+
+@pytest.mark.parametrize(("brightest", "levels"), [(4095, 16), (65535, None), (0, None)])
+def test_16_bits_that_hold_12_are_said_to_lose_levels(
+    tmp_path: Path, brightest: int, levels: int | None
+) -> None:
+    for name in ("ill", "well"):
+        (tmp_path / name).mkdir()
+        pixels = np.linspace(0, brightest, 64).astype(np.uint16).reshape(8, 8)
+        for number in range(3):
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "ill" / "0.png").write_bytes(b"no picture")
+    data = open_images(tmp_path, channels=1)
+    if levels is None:
+        assert not data.notes
+    else:
+        (note,) = data.notes
+        assert f"no pixel above {brightest} of 65535, so that {levels} of 256 levels" in note
 
 
 def test_what_is_no_regular_file_is_unreadable_and_not_opened(folder: Path, tmp_path: Path) -> None:
