@@ -90,7 +90,7 @@ class Accuracy:
         if names is not None and answer < len(names):
             name = shown(names[answer])
         if most == self.images:
-            return f"all images are of {name}: top-1 says nothing of other classes"
+            return f"top-1 is of images of {name} alone: it says nothing of other classes"
         return (
             f"top-1 is no better than always answering {name}, which is right for {most} of "
             f"{self.images} images"

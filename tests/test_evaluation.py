@@ -43,7 +43,7 @@ def test_counts_of_a_folder(folder: Path, batch_size: int, workers: int) -> None
     [
         (9, (1, 9, 0), "no better than always answering 'ill', which is right for 9 of 10 images"),
         (10, (1, 9, 0), ""),
-        (7, (0, 0, 10), "all images are of class 2: top-1 says nothing of other classes"),
+        (7, (0, 0, 10), "top-1 is of images of class 2 alone: it says nothing of other classes"),
     ],
 )
 def test_one_answer_to_all_is_as_accurate(right: int, counts: tuple[int, ...], said: str) -> None:

@@ -55,16 +55,17 @@ class ChanceWatch:
         loss = row["val_loss"]
         if self._has_warned or loss is None or classes is None:
             return None
+        doubt = accuracy.no_better_than_one_answer(self.names)
+        if accuracy.majority_top1 == 100:
+            self._has_warned = True
+            return f"warning: {doubt}"
         is_last = epoch >= recipe.epochs
         is_early = epoch < max(2, recipe.warmup + 1)
         if is_early and not is_last:
             return None
         if not at_chance(top1, loss, accuracy.images, classes):
             self._in_a_row = 0
-            if not is_last:
-                return None
-            doubt = accuracy.no_better_than_one_answer(self.names)
-            return f"warning: {doubt}" if doubt else None
+            return f"warning: {doubt}" if doubt and is_last else None
         self._in_a_row += 1
         # A rising strength may cost accuracy for an epoch.
         if self._in_a_row < 2 and not is_last:

@@ -14,7 +14,8 @@ from retrofit.layers.strength import odd_strengths
 from retrofit.layers.weight_standardization import WeightStandardization
 from retrofit.running_statistics import estimated_layers
 
-# Share of the source's running statistics at the end of a run, above which the user is warned.
+# Share of the running statistics, or of the average of the weights, at the end of a run that is
+# from its beginning, above which the user is warned.
 _OLD = 0.05
 
 
@@ -35,6 +36,8 @@ def adjust_layers(
         _warn_of_old_statistics(model, batches, note)
     elif not estimated_layers(model):
         note("no layer of the network tracks batch statistics: `precise_bn` does nothing")
+    if recipe.model_ema:
+        _warn_of_old_average(recipe, batches // recipe.grad_accum_steps, note)
     if not surgery.strength_layers(model):
         note("no layer of the network has a strength: this is plain training")
     elif (recipe.noise or recipe.noise_kind) and not draws_noise(model):
@@ -67,6 +70,17 @@ def _warn_of_old_statistics(model: nn.Module, batches: int, note: Callable[[str]
         note(
             f"warning: running statistics move by {slowest:g} a batch, so after {batches} batches "
             f"{old_share:.0%} of them are those from before; raise `bn_momentum`"
+        )
+
+
+def _warn_of_old_average(recipe: Recipe, steps: int, note: Callable[[str], None]) -> None:
+    """Warn of an average in which the weights after the first step, its first, still count."""
+    decay = recipe.model_ema_decay
+    old_share = decay ** (steps - 1)
+    if old_share > _OLD:
+        note(
+            f"warning: the average of the weights moves by {1 - decay:.2g} a step, so after "
+            f"{steps} steps {old_share:.0%} of it are those of the first; lower `model_ema_decay`"
         )
 
 

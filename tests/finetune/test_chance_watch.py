@@ -79,6 +79,15 @@ def test_a_run_that_gives_one_answer_alone_is_warned_of_at_its_end(
     assert "always answering 'ill'" in str(found[3]) or not warned
 
 
+def test_images_of_one_class_to_validate_on_are_told_at_once() -> None:
+    watch = ChanceWatch(Recipe(epochs=9), 100, 2, untrained=False, names=("well", "ill"))
+    row = {"epoch": 1, "val_top1": 100.0, "val_loss": 0.1}
+    accuracy = Accuracy(10, 10, 10, 2, class_counts=(10, 0))
+    found = [watch.warning(row, accuracy, nn.Identity(), iter(())) for _ in range(2)]
+    said = "top-1 is of images of 'well' alone: it says nothing of other classes"
+    assert found == [f"warning: {said}", None]
+
+
 def test_a_run_at_chance_is_warned_of_once(train: Train) -> None:
     listener = Listener()
     result = train(

@@ -24,6 +24,12 @@ from tests.finetune.test_optimization import converted
         ("gn", {"noise": 0.4}, "no layer of the network draws noise"),
         (
             "bnn",
+            {"model_ema": True},
+            "by 0.0002 a step, so after 8 steps 100% of it are those of the first; lower `model_",
+        ),
+        ("bnn", {"model_ema": True, "model_ema_decay": 0.6}, None),
+        (
+            "bnn",
             {"bn_momentum": 0.01},
             "after 8 batches 92% of them are those from before; raise `bn_momentum`",
         ),
