@@ -101,6 +101,11 @@ class Request:
 
     def _problems_of_images(self) -> Iterator[str]:
         count = len(self.images)
+        if self.calibrate is not None and not count:
+            yield (
+                "`calibrate` holds no images; give some, or make it again if it is an iterator that "
+                "was read before"
+            )
         needs_images = self.freeze_lambda or self.precision == "int8"
         halves_images = self.approximates or needs_images or self.batch is not None
         samples = self.batch or 1

@@ -316,6 +316,13 @@ def test_what_it_was_judged_on(
     assert report.guessed == (options.get("fold") == "poly" and not calibrate)
 
 
+@pytest.mark.parametrize("empty", [[], iter(()), torch.empty(0, 3, 6, 6)])
+@pytest.mark.parametrize("fold", ["exact", "poly"])
+def test_images_that_are_none_are_refused(fold: Any, empty: Any, model: nn.Module) -> None:
+    with pytest.raises(UsageError, match=r"^`calibrate` holds no images; give some, or make it"):
+        retrofit.fold(model, fold, input_size=(3, 6, 6), calibrate=empty)
+
+
 @pytest.mark.slow
 def test_weights_beside_the_file_are_replaced_with_it_and_the_report(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
