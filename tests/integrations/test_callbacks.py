@@ -152,6 +152,72 @@ def test_lightning_goes_on_where_it_was_killed(to: str, tmp_path: Path) -> None:
     assert accuracy(module.net) > 0.9
 
 
+class ManualModule(lightning.LightningModule):
+    """A module that steps some optimizers after every few batches, and is killed before batch
+    `stop`.
+    """
+
+    def __init__(self, optimizers: int, every: int, stop: int | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.count, self.every, self.stop = network("ln"), optimizers, every, stop
+        self.seen: list[float | None] = []
+
+    def training_step(self, batch: dict[str, Tensor], i: int) -> None:
+        if len(self.seen) == self.stop:
+            raise KeyError("killed")
+        self.seen.append(retrofit.strength_of(self.net))
+        self.manual_backward(cross_entropy(self.net(batch["x"]), batch["labels"]))
+        if (i + 1) % self.every == 0:
+            optimizers: Any = self.optimizers()
+            for optimizer in optimizers if self.count > 1 else [optimizers]:
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.net[0], self.net[4]]
+        return [torch.optim.SGD(part.parameters(), 0.01) for part in parts[: self.count]]
+
+
+def fit_manually(
+    module: ManualModule, folder: Path, resume: Path | None = None, **walk: Any
+) -> None:
+    callbacks = [
+        retrofit.callbacks.LightningStrength(**walk),
+        ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1),
+    ]
+    loader = DataLoader(DATA, 64)
+    by_lightning(module, loader, resume=resume, max_epochs=2, callbacks=callbacks)
+
+
+@pytest.mark.parametrize(("optimizers", "every"), [(2, 1), (1, 4)])
+def test_with_manual_optimization_the_walk_follows_the_batches(
+    optimizers: int, every: int, tmp_path: Path
+) -> None:
+    walk = [pytest.approx(batch / 16) for batch in range(16)]
+    killed = ManualModule(optimizers, every, stop=11)
+    with pytest.raises(KeyError, match="killed"):
+        fit_manually(killed, tmp_path, ramp=1.0)
+    assert killed.seen == walk[:11]
+    (saved,) = tmp_path.glob("epoch=0*.ckpt")
+    resumed = ManualModule(optimizers, every)
+    fit_manually(resumed, tmp_path, saved, ramp=1.0)
+    assert resumed.seen == walk[8:]
+    assert retrofit.strength_of(resumed.net) == 1.0
+
+
+def test_with_manual_optimization_given_steps_are_those_of_all_optimizers(tmp_path: Path) -> None:
+    module = ManualModule(2, 1)
+    fit_manually(module, tmp_path, ramp=1.0, total_steps=64)
+    assert module.seen == [pytest.approx(2 * batch / 64) for batch in range(16)]
+
+
+def test_manual_optimization_with_max_steps_needs_total_steps(tmp_path: Path) -> None:
+    options: Any = {"callbacks": [retrofit.callbacks.LightningStrength()], "max_steps": 8}
+    options["default_root_dir"] = tmp_path
+    with pytest.raises(retrofit.UsageError, match="pass `total_steps`"):
+        by_lightning(ManualModule(2, 1), DataLoader(DATA, 64), **options)
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("buffers", [True, False])
 def test_lightnings_weight_averaging(last: bool, buffers: bool, tmp_path: Path) -> None:
