@@ -32,6 +32,8 @@ RESERVED_KWARGS = frozenset(
     }
 )
 _ATTRIBUTE = "_retrofit_record"
+# FSDP's wrapper, and the parameters of `fully_shard`
+_SHARDED = ("FullyShardedDataParallel", "DTensor")
 _LARGEST_SIDE = 16_384
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 _CROP_MODES = ("center", "squash", "border")
@@ -252,6 +254,21 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return unwrapped(inner)
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a network of whose parameters this process holds a share alone.
+
+    Raises:
+        RetrofitError: If it is one.
+    """
+    for part in (*model.modules(), *model.parameters()):
+        if type(part).__name__.startswith(_SHARDED):
+            raise RetrofitError(
+                "the network is sharded, so that no process holds it whole; gather its state "
+                "(get_model_state_dict of torch.distributed.checkpoint.state_dict, with "
+                "full_state_dict=True) and load that into a converted copy that is not sharded"
+            )
+
+
 def network_in(model: nn.Module) -> nn.Module:
     """Return the network inside wrappers of torch.compile and DataParallel, which call it as it is.
 
@@ -265,7 +282,7 @@ def network_in(model: nn.Module) -> nn.Module:
             f"a torch.nn.Module is converted, not {shown(model)}; build the network first, as "
             "timm.create_model does"
         )
-    keepers = ("DistributedDataParallel", "FullyShardedDataParallel", "DTensor")
+    keepers = ("DistributedDataParallel", *_SHARDED)
     for part in (*model.modules(), *model.parameters()):
         if type(part).__name__.startswith(keepers) or isinstance(part, ScriptModule):
             raise RetrofitError(

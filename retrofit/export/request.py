@@ -13,7 +13,7 @@ from retrofit.errors import UsageError
 from retrofit.export.approximation.polynomial_fit import MAX_DEGREE
 from retrofit.inputs import Call, Inputs, example_calls
 from retrofit.layers.strength import refuse_partial_state
-from retrofit.record import unwrapped
+from retrofit.record import refuse_sharded, unwrapped
 from retrofit.utils.forward_pass import copied, device_of, images_of, placement_of
 
 Fold = Literal["exact", "poly"]
@@ -32,8 +32,8 @@ class Request:
 
     Raises:
         UsageError: If an option is out of range, or does not fit another one or the images.
-        RetrofitError: If the network does not take the example inputs, cannot be copied, or holds a
-            part of a state.
+        RetrofitError: If the network does not take the example inputs, cannot be copied, is sharded,
+            or holds a part of a state.
     """
 
     model: nn.Module
@@ -69,6 +69,7 @@ class Request:
 
     def _network_in_float32(self) -> nn.Module:
         """Return the network, or a copy: the rounding of half precision is no part of the function."""
+        refuse_sharded(self.model)
         network = unwrapped(self.model)
         refuse_partial_state(network)
         _, dtype = placement_of(network)

@@ -164,7 +164,6 @@ class RunningStatistics(StrengthMixin, _NormBase):
                 return 1.0 / self.num_batches_tracked.to(torch.float32)
         return 0.0 if self.momentum is None else self.momentum
 
-    @torch.no_grad()
     def _update(self, statistics: Statistics, momentum: float | Tensor) -> None:
         """Move the running statistics, as far as there are any, towards a batch's."""
         size = statistics.size

@@ -22,16 +22,18 @@ _REFUSAL = (
 
 # torch.compile of torch 2.11 sends gradients past a custom autograd function (pytorch issue
 # 180642), and versions before it break the graph there: they follow the plain operations, as
-# torch.func does.
+# torch.func does. So does torch.export, which writes a function's forward into the program without
+# a derivative.
 _COMPILES_CUSTOM_FUNCTIONS = torch.__version__ >= "2.12"
 
 
 def transformed() -> bool:
-    """Whether torch.func, forward-mode differentiation, jit.trace or an old torch.compile follows
-    the operations that run now.
+    """Whether torch.func, forward-mode differentiation, jit.trace, torch.export or an old
+    torch.compile follows the operations that run now.
     """
     if torch.compiler.is_compiling():
-        return not _COMPILES_CUSTOM_FUNCTIONS or torch._C._are_functorch_transforms_active()
+        by_functions = _COMPILES_CUSTOM_FUNCTIONS and not exporting()
+        return not by_functions or torch._C._are_functorch_transforms_active()
     return followed()
 
 

@@ -40,7 +40,14 @@ from retrofit.networks.state_tensors import (
 )
 from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.networks.weights_metadata import preprocess_of
-from retrofit.record import ModelSource, Preprocess, record_of, set_record, unwrapped
+from retrofit.record import (
+    ModelSource,
+    Preprocess,
+    record_of,
+    refuse_sharded,
+    set_record,
+    unwrapped,
+)
 from retrofit.surgery.execute import unchanged_on_failure
 from retrofit.surgery.norm_layers import find_norms
 from retrofit.utils.files import UnwritableError, atomic_write, ensure_writable
@@ -142,10 +149,11 @@ def save(
     Raises:
         RetrofitError: If the library does not build this network (the message names the first
             difference), its layers differ in strength because part of a state was loaded into it,
-            or the file cannot be written.
+            it is sharded, or the file cannot be written.
         UsageError: If `model_kwargs` has no `source`, or `labels` are not one per output.
     """
     ensure_writable(path, force)
+    refuse_sharded(model)
     model = unwrapped(model)
     refuse_partial_state(model)
     record = record_of(model)

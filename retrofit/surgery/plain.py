@@ -17,7 +17,7 @@ from retrofit.layers import FrozenBatchNorm, MigratedGroupNorm, ProxyNorm
 from retrofit.layers.constant_maps import LinearMap
 from retrofit.layers.converted_layer import ConvertedLayer
 from retrofit.layers.frozen_batch_norm import ConstantAffine, PlainAffine, named_sequence
-from retrofit.record import forget_plans
+from retrofit.record import forget_plans, refuse_sharded
 from retrofit.surgery.bypass_guards import allow_fusing
 from retrofit.surgery.sole_feeders import sole_feeders
 from retrofit.surgery.source_run import run_source
@@ -52,8 +52,9 @@ def plain(
     Raises:
         RetrofitError: If no such layer computes what one of the network does (the message names
             one and the reason), if other code reads the tensors of a layer that changes, or if the
-            copy computes something different.
+            copy computes something different, or the network is sharded.
     """
+    refuse_sharded(model)
     source = run_source(model, inputs, input_size)
     net = copied(model)
     forget_plans(net)

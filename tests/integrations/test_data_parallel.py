@@ -3,6 +3,7 @@ whole batch.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def in_bfloat16(to: str) -> nn.Module:
 
 def work(rank: int, folder: str) -> None:
     """Train every network by every wrapper, as one of two; a norm sharded without its ProxyNorm is
-    refused.
+    refused, and so is a sharded network where a whole one is needed.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -118,6 +119,10 @@ def work(rank: int, folder: str) -> None:
             with torch.no_grad():
                 outputs.append(model.eval()(batches()[rank][0]).float())
             torch.save(outputs, f"{folder}/bfloat16 {to} {rank}.pt")
+        sharded = by_fsdp(converted("ln"))
+        for take in (retrofit.fold, retrofit.plain, partial(retrofit.save, path=f"{folder}/a")):
+            with pytest.raises(retrofit.RetrofitError, match="the network is sharded, so that"):
+                take(sharded)
         model = converted("ln-pn")
         fully_shard(model.get_submodule("0.1"), mesh=init_device_mesh("cpu", (2,)))
         fully_shard(

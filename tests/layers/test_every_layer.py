@@ -3,6 +3,7 @@ torch's defaults.
 """
 
 import copy
+import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module
 
 from retrofit import layers, set_strength
 from retrofit.errors import RetrofitError
-from tests.layers.cases import LAYERS, assert_same_gradient, build, on
+from tests.layers.cases import LAYERS, assert_same_gradient, build, on, statistics
 
 # torch's own rules of forward mode are scripts, and it calls scripts and traces deprecated
 pytestmark = pytest.mark.filterwarnings(
@@ -111,6 +112,27 @@ def test_compiles_whole_and_strength_recompiles_nothing(name: str) -> None:
         atol=1e-4,
     )
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in LAYERS]
+)
+def test_an_exported_layer_trains_as_it_does(name: str, strict: bool) -> None:
+    layer, x = build(name, training=True)
+    exported = torch.export.export(copy.deepcopy(layer), (x,), strict=strict)
+    if not name.startswith("decorrelated"):
+        # torch cannot save the program of what turns autocast off
+        torch.export.save(exported, io.BytesIO())
+    program = exported.module()
+    results = []
+    for module in (program, layer):
+        leaf = x.clone().requires_grad_()
+        results += [module(leaf), leaf]
+    assert_same_gradient(*results, 1e-4, 1e-4)
+    gradients, expected = ({n: p.grad for n, p in m.named_parameters()} for m in (program, layer))
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(statistics(program), statistics(layer))
 
 
 @ALL
