@@ -131,7 +131,7 @@ class NormalityMixin(StrengthMixin):
     @property
     def effective_alpha(self) -> Tensor:
         """Strength times alpha: the layer uses lambda = 1 + effective_alpha * (estimate - 1)."""
-        return self.strength if self.alpha == 1 else self.strength * self.alpha
+        return self._t if self.alpha == 1 else self._t * self.alpha
 
     def extra_repr(self) -> str:
         usual = {"noise_kind": "scaled", "alpha": 1.0}

@@ -249,7 +249,7 @@ class ProxyNorm(StrengthMixin):
         shift = -scale * mean
         if self.restore_shift is not None:
             shift = self.restore_shift.to(dtype) + shift
-        t = self.strength.to(dtype)
+        t = self._t.to(dtype)
         return torch.lerp(torch.ones_like(scale), scale, t), t * shift
 
     def source_layer(self) -> nn.Module:

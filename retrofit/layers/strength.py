@@ -111,6 +111,13 @@ class StrengthMixin(ConvertedLayer):
         Raises:
             RuntimeError: In evaluation, if t is an average of different values.
         """
+        return self._t
+
+    @property
+    def _t(self) -> Tensor:
+        """What `strength` is, for layers to read: compilers of older versions find the buffer of
+        that name in place of the property.
+        """
         return self._strength.value(torch.float32)
 
     def __setattr__(self, name: str, value: Any) -> None:

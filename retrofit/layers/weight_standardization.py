@@ -98,7 +98,7 @@ class WeightStandardization(StrengthMixin, nn.modules.conv._ConvNd):
         if self.scale is not None:
             learned = self.scale.to(dtype).view(shape)
             standard = standard * learned
-        used = torch.lerp(weight, standard, self.strength.to(dtype))
+        used = torch.lerp(weight, standard, self._t.to(dtype))
         return used.to(self.weight.dtype)
 
     def source_layer(self) -> nn.Module:

@@ -271,7 +271,7 @@ class DecorrelatedNorm(batch_norm.BatchStatisticsMixin, batch_norm.RunningStatis
         """Return the matrices, (groups, g, g), that the strength makes of BatchNorm's and of the
         root.
         """
-        return (1 - self.strength) * self._uncorrelated(var)[1] + self.strength * whitening
+        return (1 - self._t) * self._uncorrelated(var)[1] + self._t * whitening
 
     def _uncorrelated(self, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return covariances and roots, (groups, g, g) each, of channels of the given variance."""

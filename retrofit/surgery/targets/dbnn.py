@@ -35,7 +35,7 @@ class _ThenTransform(DecorrelatedNorm, batch_norm._BatchNormalNorm):
         y, lmbda = gaussianize(
             h.flatten(0, 1),
             (1,),
-            strength=self.strength,
+            strength=self._t,
             xi=noise,
             noise_kind=self.noise_kind,
             alpha=self.alpha,
