@@ -91,6 +91,9 @@ ARMS = {
     "bn-norms": Arm(
         "BatchNorm, batch statistics, norms and last layer trained", trained="norms and head"
     ),
+    "bn-norms-precise": _precise(
+        Arm("BatchNorm, norms and last layer trained", trained="norms and head")
+    ),
     "bn-frozen": Arm("BatchNorm, frozen statistics, affine trained", frozen=True),
     "bn-frozen-std": Arm(
         "BatchNorm, frozen statistics, each picture standardized", frozen=True, standardized=True

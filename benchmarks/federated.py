@@ -9,8 +9,10 @@ The pictures of each class are dealt to ten clients in shares of a Dirichlet dis
 concentration 0.1, so that most clients have few classes. In each round every client trains one
 epoch on its own pictures, from the server's network, and the server takes the average of all state
 dicts (FedAvg, McMahan et al. 2017), running statistics included, each counted by its number of
-pictures. Strength rises over the first half of the rounds. The arms, the search of their learning
-rates and the table are those of evidence.py; an epoch there is a round here.
+pictures. Strength rises over the first half of the rounds. PreciseBN takes the statistics of the
+averaged network, in the end, from the pictures of all clients in one pile: more than clients can do
+that share no pictures. The arms, the search of their learning rates and the table are those of
+evidence.py; an epoch there is a round here.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import numpy as np
 import torch
 from evidence import main
 from evidence_arms import ARMS, convert, strength_schedule, trained_network, training_mode
-from evidence_data import Epochs, Labelled, Pictures, draw, normalization
-from evidence_train import Watch, descend, line_of
+from evidence_data import Epochs, Labelled, Pictures, draw, normalization, still
+from evidence_train import Watch, descend, line_of, take_statistics
 from harness import Line
 from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
@@ -69,12 +71,11 @@ def run(args: Namespace, data: Pictures, key: Line) -> list[Line]:
     arm = ARMS[key["arm"]]
     source = trained_network(args.model, args.checkpoint, data.classes, key["seed"])
     model = convert(source, arm)
-    dealt = split(draw(data.pool, key["images"], key["seed"]), key["seed"])
+    pictures = draw(data.pool, key["images"], key["seed"])
+    dealt = split(pictures, key["seed"])
     normalize = normalization(args.model)
     clients = [
-        Epochs(pictures, args.img_size, key["seed"], data.flip, normalize)
-        for pictures in dealt
-        if pictures
+        Epochs(own, args.img_size, key["seed"], data.flip, normalize) for own in dealt if own
     ]
     strength = strength_schedule(model, arm, key["epochs"])
     torch.manual_seed(key["seed"])
@@ -88,6 +89,8 @@ def run(args: Namespace, data: Pictures, key: Line) -> list[Line]:
         model.load_state_dict(average(states, [len(client.pictures) for client in clients]))
         if strength is not None:
             strength.step()
+    if arm.precise:
+        take_statistics(model, still(pictures, args.img_size, normalize)[0])
     return [line_of(model, args, data, key, watch.seconds())]
 
 
