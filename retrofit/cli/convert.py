@@ -164,7 +164,7 @@ def _show(report: Report) -> None:
             "images)"
         )
     if report.change is not None:
-        say(
-            f"at strength {report.strength:g} the output on the example inputs changes: "
-            f"{report.change}"
-        )
+        effect = f"changes: {report.change}"
+        if not report.change.max_abs_diff:
+            effect = "is still the source's"
+        say(f"at strength {report.strength:g} the output on the example inputs {effect}")

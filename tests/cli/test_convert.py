@@ -62,7 +62,10 @@ def test_what_programs_read(run: Run, here: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_a_second_conversion_leaves_the_first_at_its_strength(run: Run) -> None:
-    done(run("convert", "test_coatnet", "--to", "bnn", "--strength", "1", "-o", "a.safetensors"))
+    first = run("convert", "test_coatnet", "--to", "bnn", "--strength", "1", "-o", "a.safetensors")
+    done(first)
+    # lambda starts at 1
+    assert "at strength 1 the output on the example inputs is still the source's" in first.stderr
     result = run(
         "convert",
         "a.safetensors",

@@ -173,9 +173,10 @@ def test_readme_runs_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def target() -> Iterator[str]:
     names: dict[str, Any] = {"__name__": "mean_only"}
-    layer, its_map = blocks(OWN_TARGET)
+    layer, variant, its_map = blocks(OWN_TARGET)
     with patch.dict(TARGETS), patch.dict(OPTIONS):
         exec(layer, names)
+        exec(variant, names)
         exec(its_map, names)
         names["MeanOnlyBatchNorm"].channel_map = names["channel_map"]
         yield "mean-only"
@@ -202,6 +203,22 @@ def test_the_target_works(name: str, target: str, tmp_path: Path) -> None:
         RetrofitError, match="nobody has said what a MeanOnly"
     ):  # it is no FrozenBatchNorm any more
         retrofit.plain(model)
+
+
+def test_the_variant_of_a_layer_works(target: str, tmp_path: Path) -> None:
+    source, x = built("test_resnet").eval(), torch.randn(2, 3, 64, 64)
+    model, _ = retrofit.convert(copy.deepcopy(source), "clipped-bnn")
+    torch.testing.assert_close(model(x), source(x))
+    plain, _ = retrofit.convert(copy.deepcopy(source), "bnn")
+    for network in (model, plain):
+        retrofit.set_strength(network, 1.0)
+    features = 9 * torch.randn(2, 16, 8, 8)
+    unclipped = plain.get_submodule("conv1.1")(features)
+    assert (unclipped.abs() > 3).any()
+    torch.testing.assert_close(model.get_submodule("conv1.1")(features), unclipped.clamp(-3, 3))
+    retrofit.save(model, tmp_path / "a.safetensors")
+    torch.testing.assert_close(retrofit.load(tmp_path / "a.safetensors").eval()(x), model(x))
+    retrofit.export_onnx(model, tmp_path / "a.onnx", input_size=(3, 64, 64))
 
 
 # --- what every page is held to
