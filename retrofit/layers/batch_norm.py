@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from retrofit.errors import RetrofitError
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.converted_layer import _ThenActivate, library_class, reset_affine
+from retrofit.layers.converted_layer import ThenActivate, library_class, reset_affine
 from retrofit.layers.frozen_batch_norm import of_one_type, trained_affine
 from retrofit.layers.function_transforms import followed
 from retrofit.layers.kernels.kernel_options import Running
@@ -337,13 +337,13 @@ class SyncBatchNormalNorm(_BatchNormalNorm):
         return group if dist.get_world_size(group) > 1 else None
 
 
-class BatchNormalNormAct2d(_ThenActivate, BatchNormalNorm2d):
+class BatchNormalNormAct2d(ThenActivate, BatchNormalNorm2d):
     """Batch normality normalization, then `drop` and `act`: the counterpart of timm's
     BatchNormAct2d.
     """
 
 
-class SyncBatchNormalNormAct(_ThenActivate, SyncBatchNormalNorm):
+class SyncBatchNormalNormAct(ThenActivate, SyncBatchNormalNorm):
     """Synchronized batch normality normalization, then `drop` and `act`: the counterpart of timm's
     SyncBatchNormAct.
     """

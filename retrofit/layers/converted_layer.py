@@ -66,7 +66,7 @@ class ConvertedLayer(nn.Module):
             RetrofitError: If no library has such a layer.
         """
         name = self.source_name
-        if isinstance(self, _ThenActivate):
+        if isinstance(self, ThenActivate):
             name = name.replace("Norm", "NormAct")
         return self._as_source(library_class(name))
 
@@ -259,7 +259,7 @@ def _read_settings(module: nn.Module, state_dict: dict[str, Any], prefix: str, *
             error_messages.append(f"{key} holds {number}: {error}")
 
 
-class _ThenActivate(ConvertedLayer):
+class ThenActivate(ConvertedLayer):
     """Mixin: the layer's own forward, then `drop`, then `act`, both the identity until assigned."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from retrofit.layers import kernels
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.converted_layer import ConvertedLayer, _ThenActivate, reset_affine
+from retrofit.layers.converted_layer import ConvertedLayer, ThenActivate, reset_affine
 from retrofit.layers.inference_forms import ChannelAffine, channel_view
 from retrofit.layers.kernels.eager import compute_dtype
 
@@ -131,7 +131,7 @@ class FrozenBatchNorm(ConstantStatistics):
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}, bias={self.bias is not None}"
 
 
-class FrozenBatchNormAct(_ThenActivate, FrozenBatchNorm):
+class FrozenBatchNormAct(ThenActivate, FrozenBatchNorm):
     """Frozen batch normalization, then `drop` and `act`: a counterpart of timm's BatchNormAct2d."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retrofit.layers import kernels
 from retrofit.layers.constant_maps import ChannelMap
 from retrofit.layers.converted_layer import (
-    _ThenActivate,
+    ThenActivate,
     check_groups,
     hold_settings,
     no_plain_layer,
@@ -219,7 +219,7 @@ class MigratedGroupNorm(StrengthMixin, ConstantStatistics, nn.GroupNorm):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class MigratedGroupNormAct(_ThenActivate, MigratedGroupNorm):
+class MigratedGroupNormAct(ThenActivate, MigratedGroupNorm):
     """Migrated group normalization, then `drop` and `act`: the counterpart of timm's
     BatchNormAct2d.
     """

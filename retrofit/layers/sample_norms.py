@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from retrofit.layers import inference_forms, kernels, normalized_sets
 from retrofit.layers.batch_norm import RunningNormality
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.converted_layer import _ThenActivate, reset_affine
+from retrofit.layers.converted_layer import ThenActivate, reset_affine
 from retrofit.layers.normality_mixin import NormalityMixin
 from retrofit.layers.normality_norm import Statistics, memory_format_of
 
@@ -101,13 +101,13 @@ class LayerNormalNorm2d(LayerNormalNorm):
         return inference_forms.constant_copy(self._as_source(form))
 
 
-class LayerNormalNormAct(_ThenActivate, LayerNormalNorm):
+class LayerNormalNormAct(ThenActivate, LayerNormalNorm):
     """Layer normality normalization, then `drop` and `act`: the counterpart of timm's
     LayerNormAct.
     """
 
 
-class LayerNormalNormAct2d(_ThenActivate, LayerNormalNorm2d):
+class LayerNormalNormAct2d(ThenActivate, LayerNormalNorm2d):
     """Channels-first layer normality normalization, then `drop` and `act`: the counterpart of
     timm's LayerNormAct2d.
     """
@@ -186,7 +186,7 @@ class GroupNormalNorm(NormalityMixin, nn.GroupNorm):
         return partial(normalized_sets.group_sets, self.num_groups)
 
 
-class GroupNormalNormAct(_ThenActivate, GroupNormalNorm):
+class GroupNormalNormAct(ThenActivate, GroupNormalNorm):
     """Group normality normalization, then `drop` and `act`: the counterpart of timm's
     GroupNormAct.
     """

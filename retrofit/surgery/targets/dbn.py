@@ -14,7 +14,7 @@ from retrofit.conversion_options import ConversionOptions
 from retrofit.errors import RetrofitError
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.converted_layer import _ThenActivate, no_plain_layer
+from retrofit.layers.converted_layer import ThenActivate, no_plain_layer
 from retrofit.layers.function_transforms import differentiable_once, transformed
 from retrofit.layers.inference_forms import GroupConvolution, channel_form
 from retrofit.layers.kernels.eager import affine, compute_dtype
@@ -316,7 +316,7 @@ class DecorrelatedBatchNorm3d(DecorrelatedNorm):
     source_name: ClassVar[str] = "BatchNorm3d"
 
 
-class DecorrelatedBatchNormAct2d(_ThenActivate, DecorrelatedBatchNorm2d):
+class DecorrelatedBatchNormAct2d(ThenActivate, DecorrelatedBatchNorm2d):
     """Decorrelated batch normalization, then `drop` and `act`: another counterpart of timm's
     BatchNormAct2d.
     """

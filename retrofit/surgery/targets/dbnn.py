@@ -12,7 +12,7 @@ from torch import Tensor
 from retrofit.conversion_options import ConversionOptions
 from retrofit.layers import batch_norm
 from retrofit.layers.constant_maps import ChannelMap
-from retrofit.layers.converted_layer import _ThenActivate
+from retrofit.layers.converted_layer import ThenActivate
 from retrofit.layers.gaussianization import gaussianize
 from retrofit.layers.power_transform import yeo_johnson
 from retrofit.surgery.targets.dbn import DecorrelatedConverter, DecorrelatedNorm
@@ -68,7 +68,7 @@ class DecorrelatedBatchNormalNorm3d(_ThenTransform, batch_norm.BatchNormalNorm3d
     """
 
 
-class DecorrelatedBatchNormalNormAct2d(_ThenActivate, DecorrelatedBatchNormalNorm2d):
+class DecorrelatedBatchNormalNormAct2d(ThenActivate, DecorrelatedBatchNormalNorm2d):
     """Decorrelated batch normality normalization, then `drop` and `act`."""
 
 
