@@ -33,6 +33,8 @@ class Arm:
         baked: Whether layers are baked after the training, on the training pictures.
         noise: xi from the first step on; None where the layers have no noise.
         frozen: Whether BatchNorm keeps its running statistics in training too.
+        fixed: Whether it does so in the second half of the training, as in FixBN (Zhong et al.
+            2024).
         trained: "all"; "not the norms", the rest; "head", the classifier; "norms and head".
         swap: Whether the converted layers forget the statistics: what a converter that copies gamma
             and beta gives.
@@ -52,6 +54,7 @@ class Arm:
     baked: bool = False
     noise: float | None = None
     frozen: bool = False
+    fixed: bool = False
     trained: str = "all"
     swap: bool = False
     recalibrated: bool = False
@@ -88,11 +91,15 @@ def _noisy(label: str, noise: float, ours: bool = True, to: str = "bnn", **optio
 ARMS = {
     "bn": Arm("BatchNorm, batch statistics"),
     "bn-precise": Arm("BatchNorm, then PreciseBN", precise=True),
+    "bn-fixed": Arm("BatchNorm, FixBN", fixed=True),
     "bn-norms": Arm(
         "BatchNorm, batch statistics, norms and last layer trained", trained="norms and head"
     ),
     "bn-norms-precise": _precise(
         Arm("BatchNorm, norms and last layer trained", trained="norms and head")
+    ),
+    "bn-norms-fixed": Arm(
+        "BatchNorm, FixBN, norms and last layer trained", fixed=True, trained="norms and head"
     ),
     "bn-frozen": Arm("BatchNorm, frozen statistics, affine trained", frozen=True),
     "bn-frozen-std": Arm(
@@ -194,12 +201,13 @@ def convert(model: nn.Module, arm: Arm) -> nn.Module:
     return Standardized(model) if arm.standardized else model
 
 
-def training_mode(model: nn.Module, arm: Arm) -> None:
+def training_mode(model: nn.Module, arm: Arm, done: float) -> None:
     """Put the network in training mode, without the BatchNorm layers where the arm keeps their
-    statistics.
+    statistics. `done` is the share of the training that is over.
     """
     model.train()
-    if arm.frozen:
+    fixed_by_now = arm.fixed and done >= 0.5
+    if arm.frozen or fixed_by_now:
         for module in model.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()

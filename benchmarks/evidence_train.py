@@ -140,7 +140,7 @@ def train(
     step = 0
     total = 0.0
     for epoch in range(args.epochs):
-        training_mode(model, arm)
+        training_mode(model, arm, epoch / args.epochs)
         total = 0.0
         for images, labels in epochs.batches(epoch, key["batch"]):
             loss = descend(model, optimizer, images, labels, args.clip_grad)

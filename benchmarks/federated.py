@@ -97,7 +97,7 @@ def run(args: Namespace, data: Pictures, key: Line) -> list[Line]:
 def train(model: nn.Module, epochs: Epochs, round: int, key: Line) -> None:
     """Train a client's network for one epoch."""
     optimizer = create_optimizer_v2(model, key["opt"], key["lr"], weight_decay=0.0)
-    training_mode(model, ARMS[key["arm"]])
+    training_mode(model, ARMS[key["arm"]], round / key["epochs"])
     for images, labels in epochs.batches(round, key["batch"]):
         descend(model, optimizer, images, labels, key["clip_grad"])
 
