@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[3]
 @pytest.fixture(scope="session")
 def library() -> Path:  # the library that this machine has
     cpp.load()
-    return max(cache_folder().glob("kernels-*-*.so"), key=lambda file: file.stat().st_mtime)
+    return max(cache_folder().glob("kernels-*.so"), key=lambda file: file.stat().st_mtime)
 
 
 @pytest.fixture
