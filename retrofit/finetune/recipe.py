@@ -30,6 +30,9 @@ else:
     # Without torch, so that --help and the shell's completion answer at once.
     NoiseKind = Literal[OPTIONS["noise_kind"].words]
 
+# The interval of timm's step schedule where none is given.
+_TIMMS_DECAY_EPOCHS = 90
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -138,9 +141,9 @@ class Recipe(BaseModel):
     )
     warmup_lr: NotNegative = _as(1e-6, "Learning rate at the start of warm-up.")
     min_lr: NotNegative = _as(0.0, "Learning rate at the end of the decay.")
-    decay_epochs: Positive | None = _as(None, "Interval of a step schedule.")
+    decay_epochs: Positive | None = _as(None, "Interval of a step schedule (default: 90).")
     decay_milestones: Milestones = _as([30, 60], "Epochs of a multistep schedule.")
-    decay_rate: Positive = _as(0.1, "Factor of a step schedule.")
+    decay_rate: Positive = _as(0.1, "Factor of a step schedule, power of a poly one.")
 
     strength_sched: Literal["linear", "cosine", "there-and-back", "off"] = _as(
         "linear",
@@ -237,6 +240,7 @@ class Recipe(BaseModel):
         """Give a sentence for each contradiction between settings."""
         yield from self._objective_contradictions()
         yield from self._schedule_contradictions()
+        yield from self._rate_contradictions()
         if self.amp_dtype and not self.amp:
             yield "amp_dtype chooses the data type of mixed precision; set amp: true too"
         dataset = self.dataset
@@ -256,6 +260,28 @@ class Recipe(BaseModel):
         if self.sched == "none" and ignored:
             names = " and ".join(ignored)
             yield f"sched none does not apply {names}; set sched: constant, which does"
+
+    def _rate_contradictions(self) -> Iterator[str]:
+        """Give a sentence for each way in which the learning rate would not go as it is named."""
+        epochs = self.epochs
+        if self.warmup > epochs:
+            yield (
+                f"the warm-up takes {self.warmup:g} epochs and the run {epochs}, so that lr is "
+                "never reached; lower warmup_epochs"
+            )
+        if self.min_lr > self.lr:
+            yield f"min_lr {self.min_lr:g} is above lr {self.lr:g}; lower it"
+        first_steps = {
+            "step": self.decay_epochs or _TIMMS_DECAY_EPOCHS,
+            "multistep": min(self.decay_milestones, default=math.inf),
+        }
+        first = first_steps.get(self.sched, 0)
+        if first >= epochs:
+            setting = "decay_epochs" if self.sched == "step" else "decay_milestones"
+            yield (
+                f"sched {self.sched} would first lower lr after {first:g} epochs, and the run has "
+                f"{epochs}; set {setting}"
+            )
 
     def _objective_contradictions(self) -> Iterator[str]:
         mixed = bool(self.mixup or self.cutmix)

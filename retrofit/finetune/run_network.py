@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from timm.utils import random_seed
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit import surgery
 from retrofit.errors import RetrofitError, UsageError
@@ -23,7 +23,7 @@ from retrofit.networks import artifact
 from retrofit.networks.identify import identify
 from retrofit.networks.model_sources import build, with_options
 from retrofit.networks.open_model import Network, open_model
-from retrofit.networks.state_tensors import state_tensors
+from retrofit.networks.state_tensors import state_tensors, versioned
 from retrofit.networks.training_settings import set_training_settings, training_settings
 from retrofit.record import set_record
 from retrofit.utils.forward_pass import evaluating
@@ -120,7 +120,10 @@ def fit_network(
         named = ""
         if class_names is not None and len(class_names) == outputs:
             named = f" ({shortlist(class_names)})"
-        note(f"new classifier: {outputs} outputs{named} in place of {present}, initialized to zero")
+        tensors = state_tensors(network.model)
+        is_zero = not any(tensors[name].any() for name in new_tensors)
+        start = "to zero" if is_zero else "at random"
+        note(f"new classifier: {outputs} outputs{named} in place of {present}, initialized {start}")
     elif recipe.labelled:
         doubt = images.train.doubt(outputs, network.labels)
         _say_doubt(doubt, recipe, note)
@@ -187,7 +190,7 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     are new.
 
     The library builds it again with that many outputs, which have no names, and the conversion is
-    repeated, so that its artifact can be loaded. The new classifier starts at zero: a random one
+    repeated, so that its artifact can be loaded. The new classifier starts at zero if it can: a random one
     would first send noise into the trained layers, and the features of a network trained at another
     scale can make its first loss several times that of guessing.
 
@@ -215,18 +218,34 @@ def with_classes(network: Network, classes: int) -> tuple[Network, tuple[str, ..
     for name, tensor in kept.items():
         new[name].data = tensor.data
     # Layers may react to loading.
-    model.load_state_dict(kept, strict=False)
-    _zero_classifier(model, fresh)
+    model.load_state_dict(versioned(model, kept), strict=False)
+    image = torch.ones(1, *network.preprocess.input_size)
+    _zero_classifier(model, fresh, image)
     model.train(network.model.training)
     set_record(model, preprocess=network.preprocess, weights=network.weights)
     return replace(network, model=model), fresh
 
 
-def _zero_classifier(model: Any, fresh: tuple[str, ...]) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.weight" in fresh:
-            for parameter in module.parameters(recurse=False):
-                nn.init.zeros_(parameter)
+def _zero_classifier(model: Any, fresh: tuple[str, ...], image: Tensor) -> None:
+    """Start a new classifier at zero, unless an image's scores give zeros no gradient: SqueezeNet
+    has a ReLU behind its own.
+    """
+    parameters = [
+        parameter
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and f"{name}.weight" in fresh
+        for parameter in module.parameters(recurse=False)
+    ]
+    drawn = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        nn.init.zeros_(parameter)
+    with evaluating(model), torch.enable_grad():
+        total = class_scores(model(image)).sum()
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    if any(gradient is not None and gradient.any() for gradient in gradients):
+        return
+    for parameter, values in zip(parameters, drawn, strict=True):
+        parameter.data = values
 
 
 def source_network(network: Network, resumed: bool = False) -> nn.Module:

@@ -1,5 +1,6 @@
 """Weights from files that others wrote: what a file holds, and which of it is taken."""
 
+import re
 import warnings
 import zipfile
 from collections import deque
@@ -108,10 +109,10 @@ def _content(file: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
     # safetensors, zipfile and torch.load raise anything on a damaged file.
     except Exception as error:
-        _, _, refused = str(error).partition("Unsupported global: GLOBAL ")
+        refused = re.search(r"GLOBAL (\S+)", str(error))
         if refused:
             raise RetrofitError(
-                f"{file} holds Python objects ({printable(refused.split()[0], 64)}), which could "
+                f"{file} holds Python objects ({printable(refused[1], 64)}), which could "
                 "run code when loaded; save weights"
             ) from error
         raise RetrofitError(

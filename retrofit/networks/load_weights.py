@@ -12,7 +12,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError, UsageError
-from retrofit.networks.state_tensors import described, fits, list_misfit, state_tensors
+from retrofit.networks.state_tensors import described, fits, list_misfit, state_tensors, versioned
 from retrofit.utils.text import one_line, printable, shortlist
 
 # BatchNorm's and AveragedModel's, which are no weights.
@@ -165,8 +165,9 @@ def _load(model: nn.Module, tensors: Tensors) -> tuple[Names, Names]:
     torch's own hooks may rename what older versions of a network called otherwise.
     """
     try:
-        result = model.load_state_dict(tensors, strict=False)
-    except RuntimeError as error:
+        result = model.load_state_dict(versioned(model, tensors), strict=False)
+    # ValueError is that of a network that wants to know the version of what it loads.
+    except (RuntimeError, ValueError) as error:
         raise _misfit_error(model, f"{one_line(error, 400)}; check whose it is") from error
     return weight_names(result.missing_keys), weight_names(result.unexpected_keys)
 

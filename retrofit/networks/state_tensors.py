@@ -3,6 +3,7 @@ filled from them.
 """
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -136,7 +137,21 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     # Asked again: a cast puts other tensors in the place of buffers.
     for name, target in state_tensors(model).items():
         target.data = torch.empty_like(target.data, dtype=tensors[name].dtype)
-    model.load_state_dict(tensors, strict=True)
+    model.load_state_dict(versioned(model, tensors), strict=True)
+
+
+def versioned(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors as a state dict that tells the versions of a network's modules, which some of
+    torchvision's ask for.
+
+    Tensors with other names than the network's may be of other versions: they are left as they are.
+    """
+    own = model.state_dict()
+    if not tensors.keys() <= own.keys():
+        return tensors
+    state = OrderedDict(tensors)
+    state._metadata = own._metadata  # type: ignore[attr-defined]
+    return state
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -128,6 +128,14 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
             {"sched": "none", "warmup_epochs": 2, "layer_decay": 0.5},
             "not apply warmup_epochs and layer_decay",
         ),
+        *(
+            ({"warmup_epochs": 5, "epochs": 3}, "warm-up takes 5 epochs and the run 3, .*lower"),
+            ({"min_lr": 1e-3}, "min_lr 0.001 is above lr 0.0003"),
+            ({"sched": "step"}, "sched step would first lower lr after 90 .* has 10; set decay_ep"),
+            ({"sched": "step", "decay_epochs": 10}, "after 10 epochs"),
+            ({"sched": "multistep"}, "after 30 epochs, .* has 10; set decay_milestones"),
+            ({"sched": "multistep", "decay_milestones": []}, "after inf epochs"),
+        ),
     ],
 )
 def test_contradictions(settings: dict[str, object], pattern: str) -> None:

@@ -24,9 +24,9 @@ from retrofit.record import ModelSource, record_of, set_record
 from tests.finetune.conftest import assert_same, small_network
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "tv:squeezenet1_1"])
+@pytest.mark.parametrize("name", ["test_resnet", "tv:mnasnet0_5"])
 def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
-    network = open_model(name) if "squeeze" in name else small_network()
+    network = open_model(name) if "mnasnet" in name else small_network()
     old = {key: tensor.clone() for key, tensor in network.model.state_dict().items()}
     changed, fresh = run_network.with_classes(network, 7)
     assert run_network.scores_of(changed) == 7
@@ -35,6 +35,14 @@ def test_only_the_classifier_is_new_and_it_is_zero(name: str) -> None:
     for key, tensor in new.items():
         assert not tensor.any() if key in fresh else torch.equal(tensor, old[key]), key
     assert changed.labels is None
+
+
+def test_a_classifier_before_an_activation_does_not_start_where_it_learns_nothing() -> None:
+    changed, fresh = run_network.with_classes(open_model("tv:squeezenet1_1"), 7)
+    scores = changed.model.eval()(torch.rand(2, 3, 64, 64))
+    scores.sum().backward()
+    gradients = [changed.model.get_parameter(name).grad for name in fresh]
+    assert all(gradient is not None and gradient.any() for gradient in gradients)
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ def _assert_same(a: nn.Module, b: nn.Module) -> None:
         ("test_byobnet", "bnn", {"in_chans": 1}),
         ("test_vit", "lnn", {"img_size": 64}),
         ("tv:mobilenet_v3_small", "bnn", {"num_classes": 3}),
+        ("tv:mnasnet0_5", "bnn", {}),  # asks for the version of what it loads
         pytest.param("tv:googlenet", "bnn", {"weights": "IMAGENET1K_V1"}, marks=pytest.mark.slow),
         pytest.param(
             "tv:ssdlite320_mobilenet_v3_large", "normal", {}, marks=pytest.mark.slow

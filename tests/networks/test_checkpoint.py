@@ -140,6 +140,11 @@ class Opens:  # a class of somebody's own
         raise AssertionError("it was made")
 
 
+class Runs:  # a command when it is read
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit",)
+
+
 OLD = {"_use_new_zipfile_serialization": False}
 UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.pth", lambda path: None, "there is no checkpoint file"),
@@ -154,6 +159,7 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
     ("a.pth", _saves(nn.Linear(2, 2)), r"Python objects \(torch.nn.modules.linear.Linear\)"),
     ("a.pth", _saves({"a": nn.ReLU()}, **OLD), r"Python objects \(torch.nn"),
     ("a.pth", _saves({"a": Opens(), "b": Path("x")}), r"Python objects \(.*Opens\)"),
+    ("a.pth", _saves({"a": Runs()}), r"Python objects \(posix.system\)"),
     ("a.pth", _saves({"a": np.ones(2), "b": np.float64(1)}), "no tensors"),
     (
         "a.pth",

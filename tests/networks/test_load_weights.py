@@ -77,6 +77,15 @@ def test_torchs_hooks_for_old_names_are_asked() -> None:
     assert load_into(model, old) == Loaded()
 
 
+def test_a_network_that_asks_for_the_version_of_its_weights_is_told() -> None:
+    state = dict(torchvision.models.mnasnet0_5().state_dict())  # without it, as in a file
+    model = torchvision.models.mnasnet0_5()
+    assert load_into(model, state) == Loaded()
+    assert same_tensors(model.state_dict(), state)
+    with pytest.raises(RetrofitError, match="does not fit this MNASNet: version should be"):
+        load_into(model, {**state, "other": torch.ones(1)}, partial=True)
+
+
 @pytest.mark.parametrize("match", ["name", "order"])
 def test_warns_of_weights_that_are_not_finite(match: Any) -> None:
     state = small_state()
