@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.data import create_transform
+from timm.data import auto_augment, create_transform
 from timm.data.loader import PrefetchLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -22,6 +22,7 @@ from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_images import ImageSubset
 from retrofit.images.workers import heed_the_main_process
 from retrofit.record import Preprocess
+from retrofit.utils.forward_pass import replaced
 from retrofit.utils.text import one_line, shortlist
 
 # Epoch, and number of the image.
@@ -44,6 +45,18 @@ class Augmented(ImageSubset):
         return super().__getitem__(number)
 
 
+def _posterize(image: Any, bits: int, **_options: Any) -> Any:
+    """Do what timm does, with at least one bit: it also asks for none, which Pillow 13 refuses."""
+    return auto_augment.posterize(image, max(bits, 1))
+
+
+# timm's operations of automatic augmentation, by name.
+_OPERATIONS = {
+    **auto_augment.NAME_TO_OP,
+    **dict.fromkeys(("Posterize", "PosterizeOriginal", "PosterizeIncreasing"), _posterize),
+}
+
+
 def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any], Tensor]:
     """Build timm's training augmentation, all on the CPU and image by image.
 
@@ -53,19 +66,21 @@ def training_transform(recipe: Recipe, preprocess: Preprocess) -> Callable[[Any]
     Raises:
         UsageError: If timm cannot build it.
     """
+    operations = replaced(auto_augment, "NAME_TO_OP", _OPERATIONS)
     try:
-        return create_transform(
-            preprocess.input_size,
-            is_training=True,
-            **recipe.model_dump(include={"no_aug", "scale", "ratio", "hflip", "color_jitter"}),
-            auto_augment=recipe.aa,
-            interpolation=recipe.train_interpolation,
-            mean=preprocess.mean,
-            std=preprocess.std,
-            normalize=recipe.reprob > 0,
-            re_prob=recipe.reprob,
-            re_mode="pixel",
-        )
+        with operations:
+            return create_transform(
+                preprocess.input_size,
+                is_training=True,
+                **recipe.model_dump(include={"no_aug", "scale", "ratio", "hflip", "color_jitter"}),
+                auto_augment=recipe.aa,
+                interpolation=recipe.train_interpolation,
+                mean=preprocess.mean,
+                std=preprocess.std,
+                normalize=recipe.reprob > 0,
+                re_prob=recipe.reprob,
+                re_mode="pixel",
+            )
     # timm asserts, and raises KeyError and ValueError.
     except Exception as error:
         raise UsageError(

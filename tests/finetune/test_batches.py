@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from timm.data import create_transform
 from torch.utils.data import BatchSampler
 
-from retrofit.finetune.batches import Batches, Order
+from retrofit.finetune.batches import Batches, Order, seed_generators, training_transform
 from retrofit.finetune.recipe import Recipe
 from retrofit.finetune.run_images import open_data
 from retrofit.record import Preprocess
@@ -127,6 +128,15 @@ def test_random_erasing_draws_normalized_pixels(pictures: Path) -> None:
     drawn = erased.movedim(1, -1)[changed]
     assert abs(drawn.mean()) < 0.1
     assert abs(drawn.std() - 1) < 0.1
+
+
+@pytest.mark.parametrize("policy", ["rand-m10-inc1", "v0"])
+def test_a_policy_that_leaves_a_pixel_no_bit_leaves_it_one(policy: str) -> None:
+    transform = training_transform(Recipe(aa=policy), PREPROCESS)
+    image = Image.new("RGB", (16, 16), (200, 100, 0))
+    for number in range(200):
+        seed_generators(number)
+        assert transform(image).shape == (3, 16, 16)
 
 
 def test_unreadable_images_are_replaced_and_named_once(pictures: Path) -> None:
