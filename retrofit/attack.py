@@ -56,8 +56,9 @@ class Attack:
         """Return how many normalized images (N, C, H, W) keep their classes (N,) when changed."""
         if not len(pixels):
             return 0
-        predicted = model(self(model, pixels, labels)).argmax(1)
-        return int((predicted == labels).sum())
+        scores = model(self(model, pixels, labels))
+        finite = scores.isfinite().all(1)
+        return int((scores.argmax(1).eq(labels) & finite).sum())
 
     def __str__(self) -> str:
         """Its kind and size."""

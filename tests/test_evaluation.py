@@ -192,6 +192,21 @@ def test_pgd_follows_a_bend_that_fgsm_does_not() -> None:
     assert abs(by["pgd"] - 0.5) < 0.1 / 4
 
 
+def test_scores_that_an_attack_makes_infinite_are_wrong() -> None:
+    class Overflows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            score = x.flatten(1).sum(1, keepdim=True)
+            return torch.cat([1 - score, score / (score < 0.5)], 1)
+
+    image, label = torch.full((1, 1, 1, 1), 0.45), torch.tensor([0])
+    attack = Attack("fgsm", 0.1, (0.0,), (1.0,))
+    scores = Overflows()(attack(Overflows(), image, label))
+    assert not scores.isfinite().all()
+    as_first = nn.Sequential(Overflows(), nn.Softmax(1))  # NaN, whose largest is the first
+    assert as_first(attack(Overflows(), image, label)).argmax(1) == label
+    assert attack.resisted(as_first, image, label) == 0
+
+
 def test_the_accuracy_stands_beside_the_clean_one(folder: Path) -> None:
     model = Answers(lambda x: 20 * x.mean((2, 3)))
     clean = measure(folder, model)

@@ -4,7 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, param_groups_layer_decay, param_groups_weight_decay
+from timm.optim import (
+    create_optimizer_v2,
+    get_optimizer_info,
+    param_groups_layer_decay,
+    param_groups_weight_decay,
+)
 from timm.scheduler import create_scheduler_v2, scheduler_kwargs
 from torch import nn
 
@@ -105,8 +110,13 @@ def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """Build the recipe's optimizer over what is trained.
 
     Raises:
-        UsageError: If timm cannot build it, or it has no eps to set.
+        UsageError: If timm cannot build it, it needs more than gradients, or it has no eps to set.
     """
+    if get_optimizer_info(recipe.opt.lower()).second_order:
+        raise UsageError(
+            f"the optimizer {recipe.opt} needs second derivatives, which no run computes; take "
+            "another `opt`"
+        )
     groups = parameter_groups(model, recipe.weight_decay, recipe.layer_decay, recipe.decay_norms)
     name = recipe.opt
     options: dict[str, Any] = {}

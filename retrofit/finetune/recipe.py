@@ -243,6 +243,10 @@ class Recipe(BaseModel):
         yield from self._rate_contradictions()
         if self.amp_dtype and not self.amp:
             yield "amp_dtype chooses the data type of mixed precision; set amp: true too"
+        augmented = [name for name in ("aa", "reprob") if getattr(self, name)]
+        if self.no_aug and augmented:
+            names = " and ".join(augmented)
+            yield f"no_aug does not apply {names}; set no_aug: false or drop them"
         dataset = self.dataset
         needs_no_folder = dataset in ("", "digits")
         is_downloaded = dataset.startswith("hf")

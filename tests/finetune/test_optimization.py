@@ -87,6 +87,8 @@ def test_the_optimizer_is_timm_s() -> None:
     assert {(group["weight_decay"], group["eps"]) for group in optimizer.param_groups} == {
         (0.1, 1e-3)
     }
+    with pytest.raises(UsageError, match="the optimizer AdaHessian needs second derivatives"):
+        build_optimizer(model, Recipe(opt="AdaHessian"))
     with pytest.raises(UsageError, match="the optimizer sgd has no eps"):
         build_optimizer(model, Recipe(opt="sgd", opt_eps=1e-3))
     with pytest.raises(UsageError, match="cannot build the optimizer fusedadam"):

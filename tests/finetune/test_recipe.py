@@ -109,6 +109,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         *(
             ({"mixup": 0.2, "batch_size": 5}, "even batch_size"),
             ({"amp_dtype": "bfloat16"}, "set amp: true too"),
+            ({"no_aug": True, "aa": "rand-m9", "reprob": 0.2}, "not apply aa and reprob; set no_"),
             ({"crop_pct": 1e9}, "crop_pct should be less than or equal to 1"),
             ({"val_split": [1]}, "1 mistake .* val_split should be a split's name, or from 0"),
             ({"lr": True, "epochs": True}, "2 mistakes .*lr should be a value, not True"),
