@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from retrofit.errors import RetrofitError
+from retrofit.networks.checkpoint import check_zip
 from retrofit.utils.files import (
     UnwritableError,
     acquire,
@@ -153,8 +154,9 @@ def load_state(folder: Path) -> dict[str, Any]:
     """Read a run's state; a RetrofitError if there is none, or it is of another version."""
     last = folder / _LAST
     try:
+        check_zip(last)
         state: dict[str, Any] = torch.load(last, map_location="cpu", weights_only=True)
-    # torch.load raises anything on a damaged file.
+    # zipfile and torch.load raise anything on a damaged file.
     except Exception as error:
         raise RetrofitError(
             f"no state to resume in {folder} ({one_line(error)}); "

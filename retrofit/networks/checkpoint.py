@@ -102,7 +102,7 @@ def _content(file: Path) -> Any:
         if file.suffix == ".safetensors":
             return load_file(file)
         if zipfile.is_zipfile(file):
-            _check_growth(file)
+            check_zip(file)
         names = [f"{module}.{name}" for module, names in _BESIDE_WEIGHTS.items() for name in names]
         ignored = torch.serialization.safe_globals([(_Ignored, name) for name in names])
         with warnings.catch_warnings(action="ignore"), ignored:
@@ -121,12 +121,21 @@ def _content(file: Path) -> Any:
         ) from error
 
 
-def _check_growth(file: Path) -> None:
-    """Raise ValueError for a zip file that would fill the memory when torch unpacks it."""
+def check_zip(file: Path) -> None:
+    """Raise ValueError for a zip file that would fill the memory when torch unpacks it, or whose
+    bytes have changed: torch compares no checksums.
+    """
     with zipfile.ZipFile(file) as archive:
-        unpacked = sum(entry.file_size for entry in archive.infolist())
-    if unpacked > max(_SMALL, _GROWTH * file.stat().st_size):
-        raise ValueError(f"it unpacks to {unpacked:,} bytes, far more than it has")
+        entries = archive.infolist()
+        unpacked = sum(entry.file_size for entry in entries)
+        if unpacked > max(_SMALL, _GROWTH * file.stat().st_size):
+            raise ValueError(f"it unpacks to {unpacked:,} bytes, far more than it has")
+        damaged = None
+        # torch can be told to write no checksums; they are 0 then.
+        if any(entry.CRC for entry in entries):
+            damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"the checksum of {damaged} in it is wrong")
 
 
 def _weight_sets(content: Any) -> dict[str, dict[str, Tensor]]:

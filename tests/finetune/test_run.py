@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import zipfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,13 @@ def test_a_damaged_state_and_one_of_another_version_are_refused(
 ) -> None:
     train("run")
     last = tmp_path / "run" / "state" / "last.pt"
+    whole = bytearray(last.read_bytes())
+    with zipfile.ZipFile(last) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    whole[largest.header_offset + largest.file_size // 2] ^= 1
+    last.write_bytes(whole)
+    with pytest.raises(RetrofitError, match=r"no state to resume .*checksum of"):
+        train("run", resume=True)
     torch.save({**torch.load(last, weights_only=True), "schema": 1}, last)
     with pytest.raises(
         RetrofitError,

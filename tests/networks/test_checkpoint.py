@@ -118,6 +118,13 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def _with_a_changed_byte(path: Path) -> None:
+    values = torch.ones(64)
+    torch.save({"a": values}, path)
+    written = values.numpy().tobytes()
+    path.write_bytes(path.read_bytes().replace(written, written[:-1] + b"\0"))
+
+
 def _bomb(path: Path) -> None:
     torch.save({"a": torch.zeros(5_000_000)}, path)
     with zipfile.ZipFile(path) as plain:
@@ -173,8 +180,18 @@ UNREADABLE: list[tuple[str, Callable[[Path], object], str]] = [
         r"several sets of weights, .* \('g', 'd'\)",
     ),
     ("a.pth", _bomb, "unpacks to "),
+    ("a.pth", _with_a_changed_byte, "not a whole checkpoint .*checksum of a/data/0"),
     ("a.pth", _saves(WIDE), "no tensors"),
 ]
+
+
+def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(2)}, tmp_path / "a.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_checkpoint(tmp_path / "a.pth").tensors["a"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("name", "write", "message"), UNREADABLE)
