@@ -126,6 +126,9 @@ def _refusal_of_mixing(layers: dict[str, nn.Module]) -> str:
         "call retrofit.freeze_norms(model), or, before you set requires_grad to False, "
         "ModuleValidator.fix(model, to='frozen')"
     )
+    if any(type(layer) in BATCH_DEPENDENT for layer in layers.values()):
+        # The fixer replaces none of ours.
+        remedy = "call retrofit.freeze_norms(model), or convert the source network to frozen"
     if not all(isinstance(layer, _BatchNorm) for layer in layers.values()):
         remedy = "put them in evaluation by `eval()` after each `train()`"
     if any(layer.running_var is None for layer in layers.values()):

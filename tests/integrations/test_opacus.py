@@ -242,9 +242,12 @@ MIXING = {
 @pytest.mark.parametrize("case", list(MIXING))
 def test_layers_that_are_not_trained_may_not_mix_samples(case: str) -> None:
     model = MIXING[case]()
+    remedy = r"before you set requires_grad to False, ModuleValidator.fix\("
+    if case in ("bnn", "dbn"):
+        remedy = "convert the source network"
     advice = (
         r"normalizes each sample by its batch, trained or not \(1\w*\); "
-        r"call retrofit.freeze_norms\(model\), or convert"
+        rf"call retrofit.freeze_norms\(model\), or,? {remedy}"
     )
     for found in (model, ModuleValidator.fix(model)):
         assert not ModuleValidator.is_valid(found)
